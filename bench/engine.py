@@ -95,10 +95,17 @@ class Bench:
     """An engine with random weights, and adapters that are made when a case first needs them."""
 
     def __init__(
-        self, shape: str, device: str, *, arena_bytes: int | None, max_running: int
+        self,
+        shape: str,
+        device: str,
+        *,
+        arena_bytes: int | None,
+        max_running: int,
+        in_fp32: bool = False,
+        **config: Any,
     ) -> None:
         self._is_cpu = device == "cpu"
-        self._dtype = torch.float32 if self._is_cpu else torch.bfloat16
+        self._dtype = torch.float32 if self._is_cpu or in_fp32 else torch.bfloat16
         self._folder = Path(tempfile.mkdtemp(prefix="bench-engine-"))
         (self._folder / "config.json").write_text(json.dumps(SHAPES[shape]))
         self.model = ModelConfig.from_fields(SHAPES[shape], None)
@@ -109,13 +116,14 @@ class Bench:
                 prefix_cache=False,  # so that every request is computed
                 model_dir=self._folder,
                 device=device,
-                dtype="float32" if self._is_cpu else "bfloat16",
+                dtype="float32" if self._dtype == torch.float32 else "bfloat16",
                 arena_bytes=arena_bytes,
                 max_running=max_running,
                 max_step_tokens=16384,
                 loader_threads=8,
                 max_context=2048,
                 host_cache_bytes=1 << 32,  # so that several of rank 128 are read at a time
+                **config,
             ),
             weights=random_weights(self.model, device, self._dtype),
         )

@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["tiny-wide"] = SHAPES["tiny"] | {"vocab_size": 49152}
 ALL_PROJECTIONS = tuple(range(len(PROJECTION_NAMES)))
 
 

@@ -51,8 +51,8 @@ class EngineConfig:
     max_wait_s            seconds that an interactive request waits at most, in all, for requests
                           that came later, whatever their adapter or priority; then they give way
     max_batch_wait_s      the same for a batch request
-    speculation           on a CPU, draft tokens and verify them in one pass: the same answers in
-                          fewer steps (docs/speculation.md)
+    speculation           draft tokens and verify them in one pass: the same answers in fewer
+                          steps; on a GPU in small batches only (docs/speculation.md)
     """
 
     model_dir: Path

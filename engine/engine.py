@@ -164,9 +164,8 @@ class Engine:
     def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
         """Have a registered adapter read into host memory, or the arena, before a request needs it.
 
-        A thread reads it during the following steps, once requests leave a thread and room for it;
-        `has_work` is true until then. If it cannot be read, `adapter_status` says why, and so do
-        the requests that need it. Raises UnknownAdapter.
+        A thread reads it in the following steps, once requests leave it room; `has_work` is true
+        until then. `adapter_status` and its requests tell what fails. Raises UnknownAdapter.
         """
         self._store.prefetch(digest, to_arena=to_arena)
 
@@ -375,7 +374,8 @@ class Engine:
         If there are none, a step whose tokens the device chooses stays in flight, as placeholders.
         """
         launched = self._in_flight
-        if launched is not None and launched.tokens is not None and not self._requests.has_pending:
+        must_end = self._requests.has_pending or launched is None or not launched.can_go_on
+        if launched is not None and not must_end and not self._speculation.waits(launched.step):
             launched.append_placeholders(self._scheduler.commit)
             return []
         self._in_flight = None

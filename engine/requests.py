@@ -12,8 +12,8 @@ from engine.errors import EngineError
 from engine.memory.pinned_prefixes import PinnedPrefixes
 from engine.pending_finishes import PendingFinishes
 from engine.request import FinishReason, Request, RequestOutput
+from engine.sampling.failures import as_engine_error
 from engine.sampling.grammar import Grammars
-from engine.sampling.logits import as_engine_error
 from engine.sampling.sampler import Sampled, Sampler
 from engine.sampling.stopping import check_stop
 from engine.scheduling.deadlines import Deadlines

@@ -216,9 +216,25 @@ class Row:
         return 1 + len(self.drafts) - sum(self.certain)
 
     @property
+    def num_known(self) -> int:
+        """Its tokens that are not drafts."""
+        return self.num_tokens - len(self.drafts)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Of each of these logits, how many drafts stand before it."""
+        return [i for i, is_certain in enumerate((*self.certain, False)) if not is_certain]
+
+    def cut(self, num_drafts: int) -> None:
+        """Keep only the first drafts."""
+        self.num_tokens -= len(self.drafts) - num_drafts
+        self.drafts, self.sources = self.drafts[:num_drafts], self.sources[:num_drafts]
+        self.certain = self.certain[:num_drafts]
+
+    @property
     def samples(self) -> bool:
         """Whether the step computes the sequence's last token, so that a new one follows."""
-        return self.num_tokens - len(self.drafts) == self.sequence.num_uncomputed
+        return self.num_known == self.sequence.num_uncomputed
 
     @property
     def scored(self) -> range:

@@ -53,9 +53,13 @@ Place = tuple[int, tuple[int, ...]]
 
 
 class Profile:
-    """Rates of right drafts by kind, and what was last chosen where a grammar allows few tokens."""
+    """Rates of right drafts by kind, and what was last chosen where a grammar allows few tokens.
+
+    gain  right drafts of a sequence in a step, lately; 1 is assumed before there is experience
+    """
 
     def __init__(self) -> None:
+        self.gain, self._num_gains = 1.0, 0
         self._rates: dict[Kind, float] = {}
         self._counts: dict[Kind, int] = {}
         self._unpaid: dict[Kind, int] = {}
@@ -76,6 +80,11 @@ class Profile:
         self._counts[kind] = count = self._counts.get(kind, 0) + 1
         rate = self.rate(kind)
         self._rates[kind] = rate + (is_right - rate) * max(_SLOWEST, 1.0 / (1 + count))
+
+    def note_gain(self, num_right: int) -> None:
+        """Note how many drafts of a sequence were right in a step."""
+        self._num_gains += 1
+        self.gain += (num_right - self.gain) * max(_SLOWEST, 1.0 / (1 + self._num_gains))
 
     def choice(self, place: Place) -> int | None:
         """Return the token that was last chosen at the place, or else among the same tokens."""

@@ -1,8 +1,9 @@
 """Speculation: which rows of a step bring drafts, and what became of them.
 
 Drafts are in nobody's way: they get what the step's rows leave of its tokens, and pages that are
-free. One more row costs a step about `_ROW_COST` of what a step of no row would take; a draft pays
-if it is right more often than that row would have given tokens elsewhere.
+free. A draft pays if it is right more often than its row would have given tokens elsewhere
+(`StepCosts`). On a GPU a step that has drafts is not launched ahead, since they follow from tokens
+that the host must know: it waits only where drafts were right often enough lately.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.drafts.answers import AnswerMemories
+from engine.drafts.costs import CPU, GPU
 from engine.drafts.profile import Profiles, Source
 from engine.drafts.proposer import Known, Proposal, propose
 from engine.sampling.grammar import Grammars
@@ -21,8 +23,8 @@ from engine.stats import DraftCounts
 
 #: The most drafts of one sequence in one step.
 MAX_DRAFTS = 16
-#: From bench/results/cpu.json: 16 rows take 2.4 times as long as one.
-_ROW_COST = 0.1
+#: Of the steps that do not seem worth waiting for, one in so many is waited for all the same.
+_WAIT_EVERY = 64
 
 
 class Speculation:
@@ -35,21 +37,44 @@ class Speculation:
         self, config: EngineConfig, tables: PageTables, grammars: Grammars, context_limit: int
     ) -> None:
         self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
-        self._is_on = config.speculation and not config.runs_triton
+        self._is_on = config.speculation
+        self.costs = CPU
+        if config.runs_triton:
+            self.costs = replace(GPU, max_rows=min(GPU.max_rows, config.max_running))
+        self._num_unwaited = 0
         self._profiles, self._answers = Profiles(), AnswerMemories()
-        self._remembered: list[Sequence] = []  # of the step that runs
+        self._remembered: dict[Sequence, None] = {}  # those that run
         self._proposals: list[tuple[Row, Proposal]] = []  # of the step that runs
         self._counts = {source: DraftCounts() for source in Source}
 
+    def waits(self, step: Step) -> bool:
+        """Whether the tokens of a step in flight are read before the next one is planned."""
+        if not self._is_on or len(step.rows) > self.costs.max_requests:
+            return False
+        own = [s for s in step.sampling if s.request.speculation and not s.has_left]
+        has_prompts = len(step.sampling) < len(step.rows)
+        if not own or (has_prompts and self.costs.only_decodes):
+            return False
+        gains = [1.0 if s.drafting is None else s.drafting.profile.gain for s in own]
+        if sum(gains) >= self.costs.waiting * len(step.rows):
+            return True
+        self._num_unwaited += 1
+        return self._num_unwaited % _WAIT_EVERY == 0
+
     def propose(self, step: Step) -> None:
         """Add drafts to the rows that sample."""
-        if not self._is_on:
+        if not self._is_on or step.new_pages is not None:
             return
         sampling = [row for row in step.rows if row.samples]
-        self._remembered = [row.sequence for row in sampling if row.sequence.request.remember]
-        num_rows = step.num_tokens
         for row in sampling:
-            most = min(MAX_DRAFTS, step.budget, self._most_useful(row.sequence))
+            if row.sequence.request.remember:
+                self._remembered[row.sequence] = None
+        num_rows = step.num_tokens
+        if not self._may_draft(step, len(sampling), num_rows):
+            return
+        for row in sampling:
+            room = min(step.budget, self.costs.max_rows - num_rows)
+            most = min(MAX_DRAFTS, room, self._most_useful(row.sequence))
             sequence = row.sequence
             is_known = sequence.token_ids[-1] >= 0  # else its last token is in flight
             if most < 1 or not sequence.request.speculation or not is_known:
@@ -61,7 +86,7 @@ class Speculation:
                 sequence,
                 self._grammars.matcher(sequence),
                 most,
-                functools.partial(_least_chance, len(sampling), num_rows),
+                functools.partial(self.costs.least_chance, len(sampling), num_rows),
             )
             self._proposals.append((row, proposal))
             num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
@@ -79,22 +104,24 @@ class Speculation:
 
     def settle(self) -> None:
         """Give back the pages of wrong drafts and learn, once the step's tokens are known."""
-        for sequence in self._remembered:
+        for sequence in [s for s in self._remembered if s.has_ended]:
+            del self._remembered[sequence]
             known: Known | None = sequence.drafting
-            if sequence.has_ended and known is not None and known.memory is not None:
+            if known is not None and known.memory is not None:
                 known.memory.add(sequence.token_ids[sequence.num_prompt :])
-        self._remembered = []
         proposals, self._proposals = self._proposals, []
         for row, proposal in proposals:
             sequence = row.sequence
-            if row.drafts and sequence.is_running:
+            if proposal.tokens and sequence.is_running:
                 self._tables.trim(sequence)
             found = sequence.token_ids[proposal.first :]
             proposal.learn(found)
-            is_right = True
+            is_right, num_right = True, 0
             for i, draft in enumerate(row.drafts):
                 is_right = is_right and i < len(found) and found[i] == draft
                 self._counts[proposal.kinds[i].source].add(is_accepted=is_right)
+                num_right += is_right
+            proposal.profile.note_gain(num_right)
 
     def read_counts(self) -> dict[str, DraftCounts]:
         """Return the drafts so far by source; nothing if it is off."""
@@ -111,6 +138,11 @@ class Speculation:
         """Drop what a tenant's requests with `Request.remember` left."""
         self._answers.forget_tenant(tenant_id)
 
+    def _may_draft(self, step: Step, num_sampling: int, num_rows: int) -> bool:
+        if num_sampling > self.costs.max_requests:
+            return False
+        return num_rows == len(step.rows) == num_sampling or not self.costs.only_decodes
+
     def _most_useful(self, sequence: Sequence) -> int:
         """Return how many drafts could be of use before the sequence's limits."""
         room = self._context_limit - sequence.num_tokens
@@ -118,12 +150,3 @@ class Speculation:
         if most is not None:
             room = min(room, most - sequence.num_generated)
         return room - 1  # the token behind the last draft is chosen as well
-
-
-def _least_chance(num_sampling: int, num_rows: int, num_drafts: int) -> float:
-    """Return how likely to be right a draft must be, if there are so many of its sequence before.
-
-    A step of R rows costs 1 + cR and gives a token to each of its S sequences; one more row pays if
-    it gives more tokens for its c than that.
-    """
-    return num_sampling * _ROW_COST / (1.0 + _ROW_COST * (num_rows + num_drafts))

@@ -44,6 +44,7 @@ class Batch:
     lengths       [S] tokens of each sequence in this step, on the host
     contexts      [S] context_lens on the host
     arrivals      copies of adapters that the pass has to wait for, on the device
+    is_drafted    whether sequences bring drafts behind one token each, and `max_new` is theirs
     has_unread    whether `token_ids` has placeholders, ~i for token i of the step before
     scores        the prompt log-probabilities to compute; None: there are none
     """
@@ -63,6 +64,7 @@ class Batch:
     scope: LoraScope = LoraScope.NONE
     arrivals: tuple[Arrival, ...] = ()
     has_unread: bool = False
+    is_drafted: bool = False
     scores: Scores | None = None
 
 
@@ -106,10 +108,7 @@ class BatchBuilder:
         token_row = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[token_row]
         pages = page_tables[token_row, positions // self._page_size].astype(np.int64)
-        samples = np.fromiter((row.samples for row in rows), np.bool_, len(rows))
-        sample_rows = (query_start[1:][samples] - 1).astype(np.int64)
-        if step.has_drafts:
-            sample_rows = _drafted_rows(rows, query_start)
+        sample_rows = _sample_rows(step, query_start)
         token_ids = _token_ids(rows)
         keys, seg_indptr, seg_adapter = _segments(rows, query_start)
         on_device = upload(
@@ -152,6 +151,7 @@ class BatchBuilder:
             scope=LoraScope.NONE if lora is None else self._scope,
             arrivals=self._store.arrivals(digest for key in keys for digest, _ in key),
             has_unread=bool((token_ids < 0).any()),
+            is_drafted=step.has_drafts and all(row.num_known == 1 for row in rows),
             scores=plan_scores(rows, query_start, self._device, extras_of),
         )
 
@@ -243,6 +243,13 @@ def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:
         token_ids += row.sequence.token_ids[first : first + row.num_tokens]
         token_ids += row.drafts
     return np.array(token_ids, np.int64)
+
+
+def _sample_rows(step: Step, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    if step.has_drafts:
+        return _drafted_rows(step.rows, query_start)
+    samples = np.fromiter((row.samples for row in step.rows), np.bool_, len(step.rows))
+    return (query_start[1:][samples] - 1).astype(np.int64)
 
 
 def _drafted_rows(rows: list[Row], query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

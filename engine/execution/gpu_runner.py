@@ -20,14 +20,13 @@ from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
 from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
 from engine.execution.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.execution.lora_table import LoraScope
-from engine.execution.mask_uploads import MaskUploads
+from engine.execution.mask_uploads import Masks, MaskUploads
 from engine.execution.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
 from engine.execution.prompt_scores import Scores
 from engine.execution.uploads import upload
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 from engine.request import MAX_LOGPROBS
-from engine.sampling.logits import StepMasks
 from engine.sampling.sampler import Draw, Drawn, Sampled
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
@@ -181,7 +180,7 @@ class GpuRunner:
         """
         return self._run(batch)[0]
 
-    def start(self, batch: Batch, draw: Draw | None, masks: StepMasks | None = None) -> Tokens:
+    def start(self, batch: Batch, draw: Draw | None, masks: Masks | None = None) -> Tokens:
         """Launch a batch and, unless there are masks, the choice of its tokens.
 
         draw   what the rows that are not greedy draw by; None: all are greedy
@@ -194,7 +193,7 @@ class GpuRunner:
         return self._launched(logits, graphs or self._plain, masks)
 
     def replay(
-        self, new_pages: SequenceOf[tuple[int, int, int]], masks: StepMasks | None = None
+        self, new_pages: SequenceOf[tuple[int, int, int]], masks: Masks | None = None
     ) -> Tokens:
         """Run the rows of the last step one token further: their inputs are on the device.
 
@@ -207,7 +206,7 @@ class GpuRunner:
         self,
         logits: torch.Tensor,
         chosen: DecodeGraphs | MixedGraphs | Chosen,
-        masks: StepMasks | None,
+        masks: Masks | None,
     ) -> Tokens:
         """The tokens of a pass whose greedy ones are chosen, unless there are masks."""
         tokens = Tokens(can_replay=chosen is self._graphs)
@@ -222,7 +221,7 @@ class GpuRunner:
         tokens: Tokens,
         logits: torch.Tensor,
         chosen: DecodeGraphs | MixedGraphs | Chosen,
-        masks: StepMasks,
+        masks: Masks,
     ) -> None:
         self._masks.apply(logits, masks)
         self._choose_greedy(logits, chosen)
@@ -241,6 +240,9 @@ class GpuRunner:
             assert self._chosen is not None
             fill_unread_triton(batch.token_ids, self._chosen)
         if batch.scores is None:  # a graph keeps the logits of the rows that sample alone
+            if batch.is_drafted and self._fits_drafted(batch):
+                self._load(_each_draft_a_row(batch))
+                return self._graphs.step()[batch.sample_rows], None
             if self._is_decode(batch):
                 self._load(batch)
                 return self._graphs.step(), self._graphs
@@ -249,6 +251,11 @@ class GpuRunner:
                     arrival.await_all()  # 2 ms; launch by launch it would be hidden, and cost 15
                 return self._mixed.run(batch), self._mixed
         return self._model.forward(self._gpu_batch(batch)), None
+
+    def _fits_drafted(self, batch: Batch) -> bool:
+        """Whether a graph holds a row for each draft."""
+        num_rows, num_pages = batch.token_ids.shape[0], batch.page_tables.shape[1]
+        return self._graphs.fits(num_rows, num_pages, batch.lora)
 
     def _is_decode(self, batch: Batch) -> bool:
         """Whether the batch has only decodes, and a graph exists for it."""
@@ -320,6 +327,20 @@ class GpuRunner:
             extras=None if lora is None else lora.extras,
             scores=batch.scores,
         )
+
+
+def _each_draft_a_row(batch: Batch) -> Batch:
+    """Make a decode of each draft: rows of the same pages, each with one token more than the last.
+
+    A layer writes the keys and values of all rows before any of them attends.
+    """
+    row = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    [row_ids] = upload([row], batch.page_tables.device)
+    return replace(
+        batch,
+        context_lens=batch.positions.to(torch.int32) + 1,
+        page_tables=batch.page_tables.index_select(0, row_ids),
+    )
 
 
 def _blocks(batch: Batch) -> ChunkBlocks:

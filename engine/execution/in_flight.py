@@ -54,7 +54,7 @@ class InFlightStep:
             for row in self.step.rows:
                 if row.sequence.has_ended:
                     continue
-                commit(Row(row.sequence, row.num_tokens - len(row.drafts)) if row.drafts else row)
+                commit(Row(row.sequence, row.num_known) if row.drafts else row)
 
     def resolve(self, sequence: Sequence, token_id: int) -> None:
         """Append the token of one of `step.sampling`, in place of its placeholder if it has one."""
@@ -67,6 +67,11 @@ class InFlightStep:
         """Remove the placeholder, if any, of one of `step.sampling` that gets no token."""
         if self.has_placeholders:
             sequence.token_ids.pop()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the next step may be launched before the tokens of this one are read."""
+        return self.tokens is not None and self.drafted is None
 
     @property
     def can_replay(self) -> bool:

@@ -6,12 +6,25 @@ beside the pass whose logits they mask.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.sampling.logits import StepMasks
+from engine.sampling.sampler import Sampled
 from kernels import apply_bitmask
+
+
+class Masks(Protocol):
+    """The masks of a step: `StepMasks`, or `DraftMasks` if it has drafts."""
+
+    def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
+        """Write them into `words` [N or more, ceil(V / 32)]; return the rows that have one."""
+
+    def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
+        """Return the tokens, or an error for each whose mask could not be made."""
 
 
 class MaskUploads:
@@ -27,7 +40,7 @@ class MaskUploads:
         self._host: torch.Tensor | None = None  # made with the first step that has masks
         self._stream: torch.cuda.Stream | None = None
 
-    def apply(self, logits: torch.Tensor, masks: StepMasks) -> None:
+    def apply(self, logits: torch.Tensor, masks: Masks) -> None:
         """Mask in `logits` [N, V], in place; the host waits for nothing on the device."""
         if self._host is None:
             self._make_buffers()

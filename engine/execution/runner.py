@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 
@@ -24,12 +24,14 @@ from engine.execution.gpu_runner import GpuRunner, Tokens
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
 from engine.execution.lora_table import EntryBuffers
-from engine.execution.verification import Verification
+from engine.execution.mask_uploads import Masks
+from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights, load_weights
-from engine.sampling.logits import LogitsProcessor, StepMasks
+from engine.sampling.logits import LogitsProcessor
+from engine.sampling.sampler import Sampled
 from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
@@ -148,19 +150,37 @@ class ModelRunner:
             masks = processor.masks(step.sampling)
             return _chosen_on_device(step, gpu.replay(step.new_pages, masks), masks)
         step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
-        is_plain = batch.scores is None and not step.has_drafts
-        if gpu is not None and is_plain and processor.needs_logits_alone(sampling):
+        is_free = batch.scores is None and processor.needs_logits_alone(sampling)
+        if step.has_drafts:
+            return self._launch_drafted(step, batch, processor, is_free)
+        if gpu is not None and is_free:
             masks = processor.masks(sampling)
             tokens = gpu.start(batch, processor.draw(sampling), masks)
             return _chosen_on_device(step, tokens, masks)
         logits = self.run(batch)
-        if step.has_drafts:
-            drafted = Verification(step.rows, logits, processor)
-            return InFlightStep(
-                step=step, read=drafted.read, scores=batch.scores, is_done=True, drafted=drafted
-            )
         read = functools.partial(processor.choose_live, logits, sampling)
         return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
+
+    def _launch_drafted(
+        self, step: Step, batch: Batch, processor: LogitsProcessor, is_free: bool
+    ) -> InFlightStep:
+        tokens = None
+        if self._gpu is not None and is_free:
+            rows = [row for row in step.rows if row.samples]
+            masks = processor.draft_masks(rows)
+            tokens = self._gpu.start(batch, processor.draw_drafted(rows), masks)
+            choose = on_device(_read(tokens, masks))
+        else:
+            choose = on_host(self.run(batch), processor)
+        drafted = Verification(step.rows, choose, processor)
+        return InFlightStep(
+            step=step,
+            read=drafted.read,
+            tokens=tokens,
+            scores=batch.scores,
+            is_done=self._gpu is None,
+            drafted=drafted,
+        )
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
@@ -193,6 +213,9 @@ class ModelRunner:
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
 
 
-def _chosen_on_device(step: Step, tokens: Tokens, masks: StepMasks | None) -> InFlightStep:
-    read = tokens.sampled if masks is None else functools.partial(masks.read, tokens.sampled)
-    return InFlightStep(step=step, read=read, tokens=tokens)
+def _chosen_on_device(step: Step, tokens: Tokens, masks: Masks | None) -> InFlightStep:
+    return InFlightStep(step=step, read=_read(tokens, masks), tokens=tokens)
+
+
+def _read(tokens: Tokens, masks: Masks | None) -> Callable[[], list[Sampled]]:
+    return tokens.sampled if masks is None else functools.partial(masks.read, tokens.sampled)

@@ -21,6 +21,9 @@ from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Sequence
 
+#: (rows of the logits, their sequences) -> the tokens chosen from them
+Choose = Callable[[list[int], list[Sequence]], list[Sampled]]
+
 
 @dataclass(slots=True)
 class _Place:
@@ -53,15 +56,36 @@ class _Place:
         return True
 
 
+def on_host(logits: torch.Tensor, processor: LogitsProcessor) -> Choose:
+    """Choose from logits [N, V] once the tokens before are known, as without drafts."""
+    return lambda rows, sequences: processor.choose_live(logits[rows], sequences)
+
+
+def on_device(read: Callable[[], list[Sampled]]) -> Choose:
+    """Take the tokens that the device has chosen for all rows at once.
+
+    Those behind a wrong draft are never asked for. Each of the others has the mask and the noise of
+    its place, which the drafts before it tell.
+    """
+    tokens: list[Sampled] = []
+
+    def choose(rows: list[int], sequences: list[Sequence]) -> list[Sampled]:
+        if not tokens:
+            tokens.extend(read())
+        return [tokens[row] for row in rows]
+
+    return choose
+
+
 class Verification:
     """Chooses the tokens of one step.
 
     rows    of the step; some have drafts
-    logits  [N, V] of `Batch.sample_rows`
+    choose  returns the next tokens of sequences, from these rows of `Batch.sample_rows`
     """
 
-    def __init__(self, rows: list[Row], logits: torch.Tensor, processor: LogitsProcessor) -> None:
-        self._logits, self._processor = logits, processor
+    def __init__(self, rows: list[Row], choose: Choose, processor: LogitsProcessor) -> None:
+        self._choose_from, self._processor = choose, processor
         self._places: list[_Place] = []
         self._right: list[_Place] = []  # whose newest token is the one drafted
         count = 0
@@ -100,9 +124,9 @@ class Verification:
                 tokens[i] = self._processor.take(place.row.sequence, certain)
         chosen = [i for i in range(len(places)) if i not in tokens]
         if chosen:
-            logits = self._logits[[places[i].next for i in chosen]]
             own = [places[i].row.sequence for i in chosen]
-            tokens |= zip(chosen, self._processor.choose_live(logits, own), strict=True)
+            found = self._choose_from([places[i].next for i in chosen], own)
+            tokens |= zip(chosen, found, strict=True)
         sampled = [tokens[i] for i in range(len(places))]
         self._right = [p for p, token in zip(places, sampled, strict=True) if p.advance(token)]
         return sampled

@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
-from engine.sampling.masks import MaskThreads, MaskTree
+from engine.sampling.masks import MaskThreads, MaskTree, write_mask
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
@@ -92,11 +92,41 @@ class Matcher:
         mask = self.mask
         if self._has_failed():
             words.fill(-1)  # the token will be discarded
-            return
-        own = np.frombuffer(mask, dtype=np.int32)
-        count = min(len(own), len(words))
-        words[:count] = own[:count]
-        words[count:] = 0
+        else:
+            write_mask(mask, words)
+
+    def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[bytes | None]:
+        """Return the masks behind the first draft, the second one and so on.
+
+        Shorter if a draft is not legal or the grammar cannot be followed there. This place stays
+        where it is; `accept` need not compute the masks again.
+
+        wanted  whether the mask behind a draft is needed; None stands for the others
+        """
+        known: list[tuple[int, bytes | None]] = [(token_id, None) for token_id in drafts]
+        ahead = self._ahead[: len(known)]
+        if [token_id for token_id, _ in ahead] == list(drafts):
+            known = ahead
+        if self._has_failed() or not known:
+            return []
+        if known is ahead and all(
+            mask is not None or not is_wanted
+            for (_, mask), is_wanted in zip(known, wanted, strict=True)
+        ):
+            return [mask for _, mask in known]
+        masks: list[bytes | None] = []
+        copy = self.inner.deep_copy()
+        for i, (token_id, mask) in enumerate(known):
+            if copy.try_consume_tokens([token_id]) != 1:
+                break
+            if mask is None and wanted[i]:
+                mask = bytes(copy.compute_bitmask())
+                if copy.is_error():
+                    break
+                known[i] = token_id, mask
+            masks.append(mask)
+        self._ahead = known
+        return masks
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token that the mask allowed; return whether the text is complete.
@@ -392,10 +422,15 @@ class Grammars:
         words  [N or more, ceil(V / 32)]; the other rows are left as they are
         """
         rows = [i for i, sequence in enumerate(sequences) if sequence in self._matchers]
-        self._threads.compute(self._matchers[sequences[i]] for i in rows)
+        self.compute_masks(sequences)
         for i in rows:
             self._matchers[sequences[i]].fill_mask(words[i])
         return rows
+
+    def compute_masks(self, sequences: Iterable[Sequence]) -> None:
+        """Compute the next masks of those that have a grammar, unless they are known."""
+        own = map(self._matchers.get, sequences)
+        self._threads.compute(matcher for matcher in own if matcher is not None)
 
     def remove(self, sequence: Sequence) -> None:
         self._matchers.pop(sequence, None)

@@ -7,22 +7,19 @@ the row at fault.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.errors import AdapterOverflow, EngineError
+from engine.sampling.failures import failed_token
 from engine.sampling.grammar import Grammars
 from engine.sampling.sampler import Draw, Sampled, Sampler
-from engine.sequence import Sequence
-
-log = logging.getLogger(__name__)
+from engine.sampling.step_masks import DraftMasks, StepMasks
+from engine.sequence import Row, Sequence
 
 T = TypeVar("T")
 
@@ -46,6 +43,17 @@ class LogitsProcessor:
     def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
         """See `Sampler.draw`."""
         return self._sampler.draw(sequences)
+
+    def draw_drafted(self, rows: SequenceOf[Row]) -> Draw | None:
+        """See `Sampler.draw`; for the wanted tokens of rows that sample, with drafts."""
+        places = [(row.sequence, depth) for row in rows for depth in row.wanted]
+        return self._sampler.draw([s for s, _ in places], [depth for _, depth in places])
+
+    def draft_masks(self, rows: SequenceOf[Row]) -> DraftMasks | None:
+        """As `masks`, for the wanted tokens of rows that sample, with drafts."""
+        if all(self._grammars.matcher(row.sequence) is None for row in rows):
+            return None
+        return DraftMasks(self._grammars, rows)
 
     def take(self, sequence: Sequence, token_id: int) -> Sampled:
         """Return a token that is certain, without logits, and note it as if it were chosen."""
@@ -93,52 +101,9 @@ class LogitsProcessor:
                 )[0]
             )
         return [
-            _failed(sequence, failed[i]) if i in failed else sampled[i]
+            failed_token(sequence, failed[i]) if i in failed else sampled[i]
             for i, sequence in enumerate(sequences)
         ]
-
-
-class StepMasks:
-    """The masks of one step's tokens.
-
-    They follow from the tokens before, so a step may be launched before it has them; only the
-    choice of its tokens waits for `fill`.
-
-    sequences  of each row of the step's logits
-    """
-
-    def __init__(self, grammars: Grammars, sequences: SequenceOf[Sequence]) -> None:
-        self._grammars, self._sequences = grammars, sequences
-        self._failed: dict[int, Exception] = {}
-
-    def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
-        """Write the rows' masks into `words` [N or more, ceil(V / 32)]; return which have one.
-
-        The tokens before must be known. Sequences that have ended have no mask.
-        """
-        sequences = self._sequences
-        try:
-            return self._grammars.fill_masks(words, sequences)
-        except Exception:
-            rows = []
-            for i, sequence in enumerate(sequences):
-                try:
-                    if self._grammars.fill_masks(words[i : i + 1], [sequence]):
-                        rows.append(i)
-                except Exception as error:
-                    self._failed[i] = error
-            return rows
-
-    def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
-        """Return the tokens, with an error in place of each whose mask could not be made."""
-        tokens = sampled()
-        for i, error in self._failed.items():
-            tokens[i] = _failed(self._sequences[i], error)
-        return tokens
-
-
-def _failed(sequence: Sequence, error: Exception) -> Sampled:
-    return Sampled(0, None, error=as_engine_error(sequence.request.request_id, error))
 
 
 def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
@@ -159,11 +124,3 @@ def overflow_of(sequence: Sequence) -> EngineError:
     names = " and ".join(digest[:12] for digest in sequence.digests)
     message = f"the values of adapter {names} are too large: the model's logits overflowed"
     return AdapterOverflow(message, param="adapters")
-
-
-def as_engine_error(request_id: str, error: BaseException) -> EngineError:
-    """Return the error for the client; log one that was not foreseen."""
-    if isinstance(error, EngineError):
-        return error
-    log.error("request failed", exc_info=error, extra={"request_id": request_id})
-    return EngineError(f"internal error: {type(error).__name__}")

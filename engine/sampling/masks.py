@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 #: Of one grammar: places whose requests are told apart, and masks that are kept.
 _MAX_PLACES = 256
@@ -104,3 +105,11 @@ class MaskThreads:
         )
         for matcher, mask in zip(own, words, strict=True):
             matcher.note_mask(mask.tobytes())
+
+
+def write_mask(mask: bytes, words: npt.NDArray[np.int32]) -> None:
+    """Write a mask into `words` [ceil(V / 32)], which may be longer or shorter."""
+    own = np.frombuffer(mask, dtype=np.int32)
+    count = min(len(own), len(words))
+    words[:count] = own[:count]
+    words[count:] = 0

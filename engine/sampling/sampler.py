@@ -117,13 +117,18 @@ class Sampler:
             and not state.is_flat
         )
 
-    def draw(self, sequences: SequenceOf[Sequence]) -> Draw | None:
-        """Make the Draw for the free `sequences`; None: all are greedy."""
+    def draw(
+        self, sequences: SequenceOf[Sequence], depths: SequenceOf[int] | None = None
+    ) -> Draw | None:
+        """Make the Draw for the free `sequences`; None: all are greedy.
+
+        depths  drafts that stand before each token; None: no token has any
+        """
         rows = [i for i, s in enumerate(sequences) if not _is_greedy(s.request.sampling)]
         if not rows:
             return None
         drawn = [(sequences[i], self._states[sequences[i]]) for i in rows]
-        return Draw(rows, drawn, self._codes)
+        return Draw(rows, drawn, self._codes, [0 if depths is None else depths[i] for i in rows])
 
     def adjust(self, logits: torch.Tensor, index: int, sequence: Sequence) -> None:
         """Apply penalties, bias and min_tokens to row `index` of `logits` [N, V] fp32, in place."""
@@ -181,9 +186,10 @@ class Sampler:
 class Draw:
     """Draws tokens for the same rows step after step; the host waits for nothing.
 
-    rows   of the batch, the drawn ones
-    drawn  their sequences and states
-    codes  [V] of the vocabulary
+    rows    of the batch, the drawn ones
+    drawn   their sequences and states
+    codes   [V] of the vocabulary
+    depths  drafts before each row's token
     """
 
     def __init__(
@@ -191,8 +197,9 @@ class Draw:
         rows: list[int],
         drawn: list[tuple[Sequence, _State]],
         codes: torch.Tensor,
+        depths: list[int],
     ) -> None:
-        self._rows, self._drawn = rows, drawn
+        self._rows, self._drawn, self._depths = rows, drawn, depths
         self._codes, self._vocab_size = codes, len(codes)
         own = [sequence.request.sampling for sequence, _ in drawn]
         self._params = _Parameters(own, self._vocab_size, codes.device)
@@ -203,7 +210,8 @@ class Draw:
 
         marked  [N] the greedy tokens, as `kernels.sampling.mark_ref` returns them
         """
-        own_keys = [state.key(s.num_generated) for s, state in self._drawn]
+        places = zip(self._drawn, self._depths, strict=True)
+        own_keys = [state.key(s.num_generated + depth) for (s, state), depth in places]
         keys = _upload_keys(own_keys, self._codes)
         own = logits.index_select(0, self._row_ids).float()
         most = min(_NUM_CANDIDATES, self._vocab_size)

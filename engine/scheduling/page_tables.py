@@ -22,6 +22,7 @@ class PageTables:
     ) -> None:
         self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
         self._window = window
+        self._num_drafts: dict[Sequence, int] = {}  # that a step in flight has pages for
 
     def count_for(self, num_tokens: int) -> int:
         """Return how many pages so many tokens fill."""
@@ -110,6 +111,7 @@ class PageTables:
         self._prefixes.release(sequence.pages)
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
+        self._num_drafts.pop(sequence, None)
 
     def commit(self, row: Row) -> None:
         """Note that the row's tokens are in the pages; offer full pages for sharing."""
@@ -172,10 +174,13 @@ class PageTables:
             if self._pool.can_take(num_new):
                 sequence.page_table.extend(self._pool.take(num_new, PageUse.KV))
         room = len(sequence.page_table) * self._page_size - sequence.num_computed
-        return min(num_drafts, room - row.num_tokens)
+        num_drafts = min(num_drafts, room - row.num_tokens)
+        self._num_drafts[sequence] = num_drafts
+        return num_drafts
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the pages that were taken for drafts which turned out to be wrong."""
+        self._num_drafts.pop(sequence, None)
         needed = self.count_for(sequence.num_tokens)
         if len(sequence.page_table) > needed:
             self._prefixes.release(sequence.page_table[needed:])
@@ -185,7 +190,8 @@ class PageTables:
         """Raise AssertionError unless a running sequence's table fits its tokens."""
         capacity = len(sequence.page_table) * self._page_size
         assert sequence.num_computed <= capacity, "KV without a page"
-        assert capacity - self._page_size < sequence.num_tokens, "a page too many"
+        num_tokens = sequence.num_tokens + self._num_drafts.get(sequence, 0)
+        assert capacity - self._page_size < num_tokens, "a page too many"
         dropped = sequence.num_dropped * self._page_size
         assert not dropped or self._window is not None, "a page was given back that is read"
         assert dropped <= max(sequence.num_computed + 1 - (self._window or 0), 0)

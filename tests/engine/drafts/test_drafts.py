@@ -6,15 +6,18 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine import Engine, FinishReason, Request
+from engine.drafts.costs import CPU
 from engine.drafts.profile import Kind, Source
 from engine.drafts.proposer import Proposal
 from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, Result, name_of, prompt, request, run
+from tests.engine.execution.ahead_runner import AheadRunner
 from tests.schema_cases import CHECKED, ENFORCED
 
 pytest.importorskip("outlines")  # GPU machines do not have it
@@ -254,12 +257,18 @@ def test_a_request_may_turn_it_off(make_engine: MakeEngine) -> None:
     assert make_engine().stats().drafts == {}
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("count", [3200, pytest.param(102_400, marks=pytest.mark.long)])
 def test_drafts_do_not_move_the_distribution(
-    make_engine: MakeEngine, oracle: Oracle, count: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    oracle: Oracle,
+    count: int,
+    is_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chi-square over the sixteen answers, against what the model's logits say."""
-    monkeypatch.setattr("engine.drafts.speculation._ROW_COST", 0.0)  # a draft wherever there is one
+    # A draft wherever there is one.
+    monkeypatch.setattr("engine.drafts.speculation.CPU", replace(CPU, row=0.0, waiting=0.0))
     own, letters = prompt(3, 20), [ord(letter) - 33 for letter in "abcd"]
     expected = {}
     firsts = oracle.logprobs(own)[-1][letters].softmax(0)
@@ -268,6 +277,8 @@ def test_drafts_do_not_move_the_distribution(
         for second, other in zip(letters, seconds.tolist(), strict=True):
             expected[first, second] = chance * other
     engine = ready(make_engine(speculation=True))
+    if is_ahead:  # tokens are chosen as a GPU chooses them: all of a step at once
+        AheadRunner(engine)
     found: Counter[tuple[int, ...]] = Counter()
     options: dict[str, Any] = {
         "regex": "[abcd]{2}",

@@ -13,7 +13,7 @@ import torch
 from engine import Engine
 from engine.execution.batch import Batch
 from engine.execution.gpu_runner import Tokens
-from engine.sampling.logits import StepMasks
+from engine.execution.mask_uploads import Masks
 from engine.sampling.sampler import Draw
 from kernels import apply_bitmask
 from kernels.sampling import fill_unread_ref, mark_ref
@@ -39,13 +39,13 @@ class AheadRunner:
         self.counts["unread" if batch.has_unread else "known"] += 1
         return self._forward(batch)
 
-    def start(self, batch: Batch, draw: Draw | None, masks: StepMasks | None = None) -> Tokens:
+    def start(self, batch: Batch, draw: Draw | None, masks: Masks | None = None) -> Tokens:
         self._draw = draw
         can_replay = batch.max_new == 1 and len(batch.sample_rows) == len(batch.token_ids)
         return self._launched(self.run(batch), can_replay, masks)
 
     def replay(
-        self, new_pages: Sequence[tuple[int, int, int]], masks: StepMasks | None = None
+        self, new_pages: Sequence[tuple[int, int, int]], masks: Masks | None = None
     ) -> Tokens:
         self.counts["same"] += 1
         last = self._last
@@ -79,14 +79,14 @@ class AheadRunner:
         )
         return logits
 
-    def _launched(self, logits: torch.Tensor, can_replay: bool, masks: StepMasks | None) -> Tokens:
+    def _launched(self, logits: torch.Tensor, can_replay: bool, masks: Masks | None) -> Tokens:
         tokens = Tokens(can_replay=can_replay)
         tokens.later = partial(self._choose, tokens, logits, masks)
         if masks is None:
             tokens.choose()
         return tokens
 
-    def _choose(self, tokens: Tokens, logits: torch.Tensor, masks: StepMasks | None) -> None:
+    def _choose(self, tokens: Tokens, logits: torch.Tensor, masks: Masks | None) -> None:
         if masks is not None:
             words = np.zeros((len(logits), -(-logits.shape[1] // 32)), np.int32)
             rows = masks.fill(words)

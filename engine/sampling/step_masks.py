@@ -1,0 +1,113 @@
+"""The masks of one step: made while its pass runs, before its tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import BadGrammar
+from engine.sampling.failures import failed_token
+from engine.sampling.grammar import Grammars, Matcher
+from engine.sampling.masks import write_mask
+from engine.sampling.sampler import Sampled
+from engine.sequence import Row, Sequence
+
+
+class StepMasks:
+    """The masks of one step's tokens.
+
+    They follow from the tokens before, so a step may be launched before it has them; only the
+    choice of its tokens waits for `fill`.
+
+    sequences  of each row of the step's logits
+    """
+
+    def __init__(self, grammars: Grammars, sequences: SequenceOf[Sequence]) -> None:
+        self._grammars, self._sequences = grammars, sequences
+        self._failed: dict[int, Exception] = {}
+
+    def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
+        """Write the rows' masks into `words` [N or more, ceil(V / 32)]; return which have one.
+
+        The tokens before must be known. Sequences that have ended have no mask.
+        """
+        sequences = self._sequences
+        try:
+            return self._grammars.fill_masks(words, sequences)
+        except Exception:
+            rows = []
+            for i, sequence in enumerate(sequences):
+                try:
+                    if self._grammars.fill_masks(words[i : i + 1], [sequence]):
+                        rows.append(i)
+                except Exception as error:
+                    self._failed[i] = error
+            return rows
+
+    def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
+        """Return the tokens, with an error in place of each whose mask could not be made."""
+        tokens = sampled()
+        for i, error in self._failed.items():
+            tokens[i] = failed_token(self._sequences[i], error)
+        return tokens
+
+
+class DraftMasks:
+    """The masks of the wanted tokens of rows that sample.
+
+    The mask behind a draft is that of a grammar that has accepted it, whether it is right or not;
+    if it is not, nobody asks for the token.
+    """
+
+    def __init__(self, grammars: Grammars, rows: SequenceOf[Row]) -> None:
+        self._grammars, self._rows = grammars, rows
+        self._counts = [row.num_wanted for row in rows]
+        self._failed: list[tuple[int, Row, Exception]] = []  # (first of its tokens, row, why)
+
+    def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
+        """Write the masks into `words` [N or more, ceil(V / 32)]; return the rows that have one.
+
+        Cuts drafts that are not legal, and those behind which the grammar cannot be followed.
+        """
+        filled: list[int] = []
+        self._grammars.compute_masks(row.sequence for row in self._rows)
+        first = 0
+        for row, count in zip(self._rows, self._counts, strict=True):
+            matcher = self._grammars.matcher(row.sequence)
+            if matcher is not None:
+                try:
+                    filled += _fill(matcher, row, words, first)
+                except Exception as error:
+                    self._failed.append((first, row, error))
+            first += count
+        return filled
+
+    def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
+        """Return the tokens, with an error in place of each whose mask could not be made."""
+        tokens = sampled()
+        for first, row, error in self._failed:
+            tokens[first] = failed_token(row.sequence, error)
+        return tokens
+
+
+def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) -> list[int]:
+    """Write the masks of one row into `words` from `first` on; return which were written."""
+    wanted = row.wanted
+    masks = [matcher.mask if wanted[0] == 0 else None]
+    masks += matcher.masks_behind(row.drafts, [d in wanted for d in range(1, len(row.drafts) + 1)])
+    own = [depth for depth in wanted if depth < len(masks)]
+    if len(masks) <= len(row.drafts):  # the next draft is not legal
+        if not own:
+            raise BadGrammar("the grammar cannot be followed behind the text that it forces")
+        row.cut(own[-1])
+    for i, depth in enumerate(own):
+        if depth == 0:
+            matcher.fill_mask(words[first])  # also of a matcher that has failed
+        else:
+            mask = masks[depth]
+            assert mask is not None
+            write_mask(mask, words[first + i])
+    return list(range(first, first + len(own)))
