@@ -314,6 +314,29 @@ class TrainingEvent(PublicIdModel):
         indexes = [models.Index(fields=["run", "id"], name="training_events_of_run")]
 
 
+class TrainingCheckpoint(TenantModel):
+    """The adapter as it was after a step of a run, kept as a version: see `training.kept_adapters`.
+
+    It is deleted with its version or its run; at most `checkpoints` of a run's hyperparameters.
+    """
+
+    run = models.ForeignKey(TrainingRun, on_delete=models.CASCADE, related_name="checkpoints")
+    step = models.PositiveIntegerField()
+    #: train_loss, and full_valid_loss if the step was validated.
+    metrics = models.JSONField(default=dict)
+    version = models.OneToOneField(
+        AdapterVersion, on_delete=models.CASCADE, related_name="checkpoint"
+    )
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["run", "step"], name="training_checkpoint_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.run_id} after step {self.step}"
+
+
 class Schedule(TenantModel):
     """The times of an adapter's retraining: a cron line in a time zone, and its rules."""
 

@@ -31,6 +31,7 @@ from worker.text.codec import TextCodec
 from worker.training.chat_data import Examples, collate
 from worker.training.checkpoints import Checkpoints, TrainingStopped
 from worker.training.example_store import IGNORED, TrainingInputs
+from worker.training.kept_adapters import KeptAdapters
 from worker.training.validation import Validation
 
 Emit = Callable[..., None]
@@ -374,12 +375,13 @@ def _prepared(
     progress = Progress(emit, data.examples.num_tokens, validation)
     checkpoints = Checkpoints(job, plan, emit, validation, progress.losses)
     checkpoints.restore(model)
+    kept = KeptAdapters(job, plan["steps"], emit, validation)
     trainer = AnswerTrainer(
         model=model,
         args=_arguments(hyper, plan["steps"]),
         train_dataset=TrainingInputs(data.examples),
         data_collator=functools.partial(collate, pad_id=pad_id),
-        callbacks=[validation, progress, checkpoints],
+        callbacks=[validation, progress, kept, checkpoints],
     )
     trainer.checkpoints = checkpoints
     validation.trainer = trainer
