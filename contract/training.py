@@ -16,7 +16,10 @@ CHECKPOINT_S = 30.0
 #: Beside a kept adapter's two files: its step and losses, as JSON.
 METRICS_FILE = "metrics.json"
 #: Hyperparameters that came after the first release; without them a run trains as it did then.
-LATER = ("checkpoints",)
+LATER = (
+    *("checkpoints", "packing", "gradient_accumulation", "gradient_checkpointing"),
+    "quantization",
+)
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
     "rank": (True, 1, 256),
@@ -32,8 +35,10 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "eval_steps": (True, 1, 1_000_000),
     "patience": (True, 1, 1000),
     "checkpoints": (True, 0, 10),
+    "gradient_accumulation": (True, 1, 256),
 }
 _MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
+_YES_OR_NO = ("truncate", "packing", "gradient_checkpointing")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 
 
@@ -69,14 +74,29 @@ class Hyperparameters:
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
+    packing: bool = False  # short rows share a sequence of max_length, and do not see each other
+    gradient_accumulation: int = 1  # batches of a step
+    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    quantization: str | None = None  # of the base; none is offered
 
     def __post_init__(self) -> None:
         for name in BOUNDS:
             value = getattr(self, name)
             if name not in _MAY_BE_NONE or value is not None:
                 _check_number(name, value)
-        if type(self.truncate) is not bool:
-            raise JobError("hyperparameters.truncate", "must be true or false")
+        for name in _YES_OR_NO:
+            if type(getattr(self, name)) is not bool:
+                raise JobError(f"hyperparameters.{name}", "must be true or false")
+        if self.quantization is not None:
+            raise JobError(
+                "hyperparameters.quantization",
+                "is not offered: the trainer has no bitsandbytes, which QLoRA needs. With "
+                "gradient_checkpointing and a smaller batch_size a run takes less memory",
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation
 
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:

@@ -163,7 +163,8 @@ class Checkpoints(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The order of an epoch's rows follows from the random numbers at its beginning.
         if self.found is not None and state.global_step == self.found.step:
-            is_whole = state.global_step % len(kwargs["train_dataloader"]) == 0
+            per_epoch = -(-len(kwargs["train_dataloader"]) // args.gradient_accumulation_steps)
+            is_whole = state.global_step % per_epoch == 0
             torch.set_rng_state(self.found.tensors[_RANDOM if is_whole else _EPOCH_RANDOM])
         self._epoch_random = torch.get_rng_state()
 

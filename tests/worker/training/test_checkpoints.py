@@ -228,6 +228,26 @@ def test_adapters_on_the_way_are_kept_once_and_are_those_of_their_steps(
     assert all(bool((tensors[name] == state[name]).all()) for name in state)
 
 
+def test_stopped_between_two_steps_of_several_batches_it_makes_the_same_steps(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    """At the end of an epoch, whose last step has fewer batches, and within one."""
+    several = {"gradient_accumulation": 2, "batch_size": 3, "max_steps": 12}
+    whole = run_here(path := job_in(tmp_path / "whole", tiny_base, **several), Log())
+    per_epoch = -(-whole.of("started")[0]["examples"] // 6)
+    part = job_in(tmp_path / "part", tiny_base, **several)
+    losses: list[float] = []
+    for step in (per_epoch, per_epoch + 2):
+        signals = StopSignals()
+        log = Log(**{f"step{step}": lambda signals=signals: signals(signal.SIGTERM, None)})
+        with pytest.raises(Stopped):
+            run_here(part, log, signals)
+        losses += log.losses()
+    losses += run_here(part, Log()).losses()
+    assert losses == whole.losses() and len(losses) == 12
+    assert adapter(part) == adapter(path)
+
+
 @pytest.mark.parametrize(
     ("steps", "number", "kept"), [(6, 2, {2, 4}), (2, 10, {1}), (1, 3, set()), (9, 0, set())]
 )
