@@ -124,6 +124,7 @@ class DatasetSource(TenantModel):
     class Kind(models.TextChoices):
         S3 = "s3"
         HUB = "hub"
+        CAPTURED = "captured"
 
     #: The dataset's; the first pull makes it if there is none.
     name = models.CharField(max_length=63, validators=[slug_validator])
