@@ -169,12 +169,8 @@ class TrainMany:
             lack = unsupported(settings_of(named.job.hyperparameters))
             if lack is not None:
                 reasons[named.name] = f"{lack.field}: {lack.reason}"
-            elif named.job.has_validation:
-                reasons[named.name] = "validation: the batch does not validate"
-            elif named.job.dataset.stat().st_size > _MAX_ROWS_BYTES:
-                reasons[named.name] = f"dataset: it has more than {_MAX_ROWS_BYTES} bytes"
-            elif named.job.warm_start is not None:
-                reasons[named.name] = "warm_start: the batch begins from PEFT's initial adapter"
+            elif (reason := _alone(named.job)) is not None:
+                reasons[named.name] = reason
         together = [named for named in jobs if named.name not in reasons]
         try:
             if together:
@@ -228,6 +224,19 @@ class TrainMany:
             self._is_wrong = True
             if last != "error":
                 self._emit(name, "error", message=f"its process ended with {child.returncode}")
+
+
+def _alone(job: TrainJob) -> str | None:
+    """Return why the batch does not do a job whose settings it does; None: it does it."""
+    lacks = {
+        "validation: the batch does not validate": job.has_validation,
+        f"dataset: it has more than {_MAX_ROWS_BYTES} bytes": (
+            job.dataset.stat().st_size > _MAX_ROWS_BYTES
+        ),
+        "checkpoints: the batch keeps no adapters on the way": job.hyperparameters.checkpoints > 0,
+        "warm_start: the batch begins from PEFT's initial adapter": job.warm_start is not None,
+    }
+    return next((reason for reason, is_so in lacks.items() if is_so), None)
 
 
 def main(given: Iterable[str] = sys.argv[1:]) -> int:

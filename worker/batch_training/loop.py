@@ -24,7 +24,8 @@ from engine.training.trainer import BatchTrainer
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
 from worker.text.codec import TextCodec
-from worker.train import Stopped, base_name, write_adapter
+from worker.train import Stopped
+from worker.training.adapter_folder import base_name, write_adapter
 from worker.training.chat_data import DatasetError
 from worker.training.checkpoints import reason
 from worker.training.loop import device_name, final_loss, peak_memory_bytes
