@@ -18,6 +18,7 @@ from engine.adapters.host_memory import HostMemory
 from engine.adapters.loader import LoadLimits
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
+from engine.drafts.heads import HeadDrafts
 from engine.drafts.speculation import MAX_DRAFTS, Speculation
 from engine.errors import RequestError
 from engine.execution.batch import BatchBuilder
@@ -75,7 +76,7 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self.model = model = model or ModelConfig.from_folder(config.model_dir)
         self._clock = clock
-        limit = self._context_limit = config.context_limit(model)
+        self._context_limit = config.context_limit(model)
         self._runner = ModelRunner(config, model, weights)
         self._in_flight: InFlightStep | None = None
         max_kv, max_adapter = config.page_limits(model, num_pages := self._runner.arena.shape[0])
@@ -117,7 +118,7 @@ class Engine:
             stop_ids=self._validator.stop_ids,
             clock=clock,
         )
-        self._speculation = Speculation(config, self._scheduler.tables, self._grammars, limit)
+        self._speculation = self._make_speculation(config)
         self.forget_answers = self._speculation.forget_answers
         self._num_steps = self._num_generated = 0
         self._step_counts = StepCounts()
@@ -132,10 +133,16 @@ class Engine:
             has_row_tables=config.runs_triton,
         )
 
+    def _make_speculation(self, config: EngineConfig) -> Speculation:
+        heads = HeadDrafts(self._runner.draft_heads, self._store.tiles)
+        tables, limit = self._scheduler.tables, self._context_limit
+        return Speculation(config, tables, self._grammars, limit, heads)
+
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
+        layout, has_heads = config.page_layout(model), runner.draft_heads is not None
         return AdapterStore(
-            reader=AdapterReader(model, config.page_layout(model), runner.base, digest_of),
+            reader=AdapterReader(model, layout, runner.base, digest_of, has_heads),
             pool=self._pool,
             prefixes=self._prefixes,
             arena=runner.arena,
@@ -155,9 +162,8 @@ class Engine:
     def register_adapter(self, digest: str, path: Path) -> None:
         """Register the PEFT folder `path` as `digest`; idempotent.
 
-        Reads the config and the tensor header; the tensors are read when a request first needs
-        them. Raises AdapterMismatch if they do not fit the base model, AdapterUnavailable if they
-        cannot be read, OutOfPages if the adapter is larger than the arena.
+        Reads the config and the tensor header; a request that needs the tensors has them read.
+        Raises AdapterMismatch, AdapterUnavailable, OutOfPages if it is larger than the arena.
         """
         self._store.register(digest, path)
 
@@ -165,8 +171,7 @@ class Engine:
         """Have a registered adapter read into host memory, or the arena, before a request needs it.
 
         A thread reads it during the following steps, once requests leave a thread and room for it;
-        `has_work` is true until then. If it cannot be read, `adapter_status` says why, and so do
-        the requests that need it. Raises UnknownAdapter.
+        `has_work` is true until then. `adapter_status` says what fails. Raises UnknownAdapter.
         """
         self._store.prefetch(digest, to_arena=to_arena)
 
@@ -203,8 +208,7 @@ class Engine:
     def prepare_grammars(self) -> Future[None]:
         """Load the grammar library and its tokenizer on a thread, before a request needs them.
 
-        It takes seconds, and memory that is never given back; requests without a grammar do not
-        need it. The future raises what fails, ImportError if Outlines is missing.
+        It takes seconds, and memory for good. The future raises ImportError if Outlines is missing.
         """
         return self._grammars.prepare()
 
@@ -217,8 +221,8 @@ class Engine:
     ) -> None:
         """Keep the KV of a prompt's full pages, for the tenant's requests with these adapters.
 
-        They are computed once there is room, and stay until `unpin_prefix` or until one of the
-        adapters is unregistered. Idempotent. Raises PinLimitExceeded, and what `add` raises.
+        They stay until `unpin_prefix`, or until one of the adapters is unregistered. Idempotent.
+        Raises PinLimitExceeded, and what `add` raises.
         """
         request = self._pins.request_for(tenant_id, adapters, token_ids)
         self._validator.check(request)
@@ -247,15 +251,11 @@ class Engine:
         reason: FinishReason = FinishReason.CANCELLED,
         index: int | None = None,
     ) -> None:
-        """End a request, or one of its n; the last outputs, with `reason`, come from the next step.
-
-        Idempotent; does nothing if the request has ended or never existed.
-        """
+        """End a request, or one of its n, if it runs; its last outputs come from the next step."""
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or when an adapter, also a prefetched one, or a
-        grammar is ready."""
+        """Whether `step` has anything to do, now or when an adapter or a grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
@@ -314,6 +314,7 @@ class Engine:
             step_seconds=self._step_counts.seconds.copy(),
             adapter_loads=self._store.load_counts,
             drafts=self._speculation.read_counts(),
+            uses_draft_heads=self._runner.draft_heads is not None,
         )
 
     def check_integrity(self) -> None:
@@ -371,8 +372,7 @@ class Engine:
     def _finish_early(self, now: float) -> list[RequestOutput]:
         """End sequences that were cancelled, failed or are late, after the step in flight.
 
-        If there are none, and the device chooses the step's tokens, the step stays in flight, with
-        placeholders for its tokens.
+        If there are none, and the device chooses the tokens, placeholders stand for them.
         """
         launched = self._in_flight
         if launched is not None and launched.tokens is not None and not self._requests.has_pending:
@@ -417,7 +417,7 @@ class Engine:
         if launched.drafted is not None:
             for sequences, tokens in launched.drafted.go_on(self._scheduler.commit):
                 outputs += self._take(launched, sequences, list(map(checked, sequences, tokens)))
-        self._speculation.settle()
+        self._speculation.settle(launched.drafted)
         return outputs
 
     def _take(

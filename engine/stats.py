@@ -122,6 +122,7 @@ class EngineStats:
     step_seconds        time of each step so far
     adapter_loads       loads so far by tier: "host" memory, from files, and "arena", from there
     drafts              drafted tokens so far by source; empty if the engine drafts none
+    uses_draft_heads    whether adapters' draft heads are used; if not, they take no pages
     """
 
     step: int = 0
@@ -145,6 +146,7 @@ class EngineStats:
     step_seconds: Distribution | None = None
     adapter_loads: Mapping[str, LoadCounts] = field(default_factory=dict)
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+    uses_draft_heads: bool = False
 
     @property
     def tokens_per_step(self) -> float:

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.drafts.answers import AnswerMemories
+from engine.drafts.heads import HeadDrafts
 from engine.drafts.profile import Profiles, Source
 from engine.drafts.proposer import Known, Proposal, propose
+from engine.execution.verification import Verification
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
 from engine.sequence import Row, Sequence, Step
@@ -29,11 +31,18 @@ class Speculation:
     """Adds drafts to steps; learns from their outcome.
 
     context_limit  tokens that a sequence may have
+    heads          those of adapters
     """
 
     def __init__(
-        self, config: EngineConfig, tables: PageTables, grammars: Grammars, context_limit: int
+        self,
+        config: EngineConfig,
+        tables: PageTables,
+        grammars: Grammars,
+        context_limit: int,
+        heads: HeadDrafts,
     ) -> None:
+        self._heads = heads
         self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
         self._is_on = config.speculation and not config.runs_triton
         self._profiles, self._answers = Profiles(), AnswerMemories()
@@ -48,14 +57,13 @@ class Speculation:
         sampling = [row for row in step.rows if row.samples]
         self._remembered = [row.sequence for row in sampling if row.sequence.request.remember]
         num_rows = step.num_tokens
-        for row in sampling:
-            most = min(MAX_DRAFTS, step.budget, self._most_useful(row.sequence))
-            if most < 1 or not row.sequence.request.speculation:
-                continue
+        drafting = [row for row in sampling if row.sequence.request.speculation]
+        self._ask_heads(step, drafting, len(sampling))
+        for row in drafting:
             sequence = row.sequence
-            if sequence.drafting is None:
-                memory = self._answers.of(sequence)
-                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
+            most = min(MAX_DRAFTS, step.budget, self._most_useful(sequence))
+            if most < 1:
+                continue
             proposal = propose(
                 sequence,
                 self._grammars.matcher(sequence),
@@ -76,8 +84,30 @@ class Speculation:
             num_rows += num
             sequence.num_drafted += num
 
-    def settle(self) -> None:
-        """Give back the pages of wrong drafts and learn, once the step's tokens are known."""
+    def _ask_heads(self, step: Step, drafting: list[Row], num_sampling: int) -> None:
+        """Get the guesses of the adapters' heads; see that what they read next is kept."""
+        asked = []
+        for row in drafting:
+            sequence = row.sequence
+            if sequence.drafting is None:
+                memory = self._answers.of(sequence)
+                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
+            if self._heads.of(sequence):
+                step.keeps_states = True
+                known: Known = sequence.drafting
+                most = min(step.budget, self._most_useful(sequence))
+                asked.append((sequence, known.profile, known.heads, most))
+        least_chance = functools.partial(_least_chance, num_sampling, step.num_tokens)
+        self._heads.guess(asked, num_sampling, least_chance)
+
+    def settle(self, drafted: Verification | None = None) -> None:
+        """Give back the pages of wrong drafts and learn, once the step's tokens are known.
+
+        drafted  what chose the tokens, if there were drafts or their heads' states are kept
+        """
+        for sequence, state in drafted.last_states() if drafted is not None else ():
+            if sequence.is_running and sequence.drafting is not None:
+                sequence.drafting.heads.keep(state, sequence.num_tokens)
         for sequence in self._remembered:
             known: Known | None = sequence.drafting
             if sequence.has_ended and known is not None and known.memory is not None:

@@ -20,6 +20,7 @@ from engine.execution.decoder import (
     PagedAttention,
     TiledAdapters,
 )
+from engine.execution.draft_heads import DraftHeads
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
@@ -47,6 +48,7 @@ class ModelRunner:
     weights  given, nothing is read from the model folder
 
     entry_buffers  where the adapters' table stays from one step to the next
+    draft_heads    None: those of adapters are not used, as on a GPU or without speculation
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelRunner:
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
+        self.draft_heads: DraftHeads | None = None
         try:
             self._set_up(config, model, weights)
         except torch.OutOfMemoryError as error:
@@ -63,6 +66,8 @@ class ModelRunner:
                 f"{config.device} is too small for the weights, the graphs and an arena of "
                 f"{config.arena_bytes or 'any number of'} bytes"
             ) from error
+        if config.speculation and self._gpu is None:
+            self.draft_heads = DraftHeads(self.arena, self._decoder.head_logits)
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
@@ -151,8 +156,8 @@ class ModelRunner:
             tokens = gpu.start(batch, processor.draw(sampling))
             return InFlightStep(step=step, read=tokens.sampled, tokens=tokens)
         logits = self.run(batch)
-        if step.has_drafts:
-            drafted = Verification(step.rows, logits, processor)
+        if step.has_drafts or batch.states is not None:
+            drafted = Verification(step.rows, logits, processor, batch.states)
             return InFlightStep(
                 step=step, read=drafted.read, scores=batch.scores, is_done=True, drafted=drafted
             )
