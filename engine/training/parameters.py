@@ -16,7 +16,7 @@ from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 from engine.training.run import LINEARS, RunSettings
 from kernels.lora_table import Projection
-from kernels.training import SPAN, LoraSite, Placement, Pools, make_sites
+from kernels.training import SPAN, Placement, Pools
 
 # Elements that every A and every B begins at a multiple of, for the kernels' wide loads.
 _ALIGNMENT = 8
@@ -205,43 +205,3 @@ def to_host(span: torch.Tensor) -> torch.Tensor:
     """A copy on the host; of a GPU's in memory that it writes to directly, which is reused."""
     host = torch.empty(span.shape, dtype=span.dtype, pin_memory=span.is_cuda)
     return host.copy_(span)
-
-
-class SiteTables:
-    """The kernels' tables of a micro-batch's runs; kept for the next micro-batch of the same."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
-        widths = [out for _, out in config.projection_widths]
-        self._bounds = []
-        for projections in FUSED:
-            bounds = [0]
-            for projection in projections:
-                bounds.append(bounds[-1] + widths[projection])
-            self._bounds.append(tuple(bounds))
-        # The layouts themselves, so that no later one takes the place of one that is gone.
-        self._known: list[tuple[AdapterLayout, Span]] = []
-        self._sites: list[list[LoraSite]] = []
-
-    def of(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
-        """[layer][base matrix] of these runs, one a segment."""
-        known = self._known
-        if len(known) != len(runs) or any(
-            layout is not own or span != at
-            for (layout, span), (own, at) in zip(runs, known, strict=True)
-        ):
-            self._known, self._sites = list(runs), self._make(runs)
-        return self._sites
-
-    def _make(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
-        layers = range(self._config.num_layers)
-        placements = [
-            [
-                [layout.placement(span.first, layer, projection) for layout, span in runs]
-                for projection in projections
-            ]
-            for layer in layers
-            for projections in FUSED
-        ]
-        sites = make_sites(self._bounds * len(layers), placements, self._device)
-        return [sites[i : i + len(FUSED)] for i in range(0, len(sites), len(FUSED))]

@@ -19,7 +19,6 @@ from engine.training.model import TrainingModel
 from engine.training.packer import pack
 from engine.training.parameters import (
     AdapterLayout,
-    SiteTables,
     Span,
     SpanAllocator,
     clear,
@@ -28,6 +27,7 @@ from engine.training.parameters import (
 )
 from engine.training.run import RunRequest, unsupported
 from engine.training.scheduler import Scheduler
+from engine.training.tables import SiteTables
 from kernels.training import RunStep, adamw
 
 
