@@ -47,6 +47,7 @@ class ModelRunner:
     weights  given, nothing is read from the model folder
 
     entry_buffers  where the adapters' table stays from one step to the next
+    weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModelRunner:
         layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
+        self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,
             model=model,

@@ -181,17 +181,24 @@ def module_path(layer: int, projection: Projection) -> str:
     return f"model.layers.{layer}.{block}.{LINEARS[projection]}"
 
 
-def make_pools(capacity: int, device: torch.device, dtype: torch.dtype) -> Pools:
+def make_pools(
+    capacity: int, device: torch.device, dtype: torch.dtype, memory: torch.Tensor | None = None
+) -> Pools:
     """Pools of `capacity` elements, zero; `dtype` is that of the products.
 
     The optimiser's are in float32 at least; where that is what is computed in, there is no copy.
+
+    memory  [bytes] uint8 that they are cut from, aligned as a new tensor is; None: new memory
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    master, first, second, gradient = (
-        torch.zeros(capacity, dtype=wide, device=device) for _ in range(4)
-    )
-    values = master if dtype == wide else torch.zeros(capacity, dtype=dtype, device=device)
-    return Pools(values, master, first, second, gradient)
+    kinds = [wide] * 4 if dtype == wide else [wide] * 4 + [dtype]
+    if memory is None:
+        pools = [torch.zeros(capacity, dtype=kind, device=device) for kind in kinds]
+    else:
+        sizes = [capacity * kind.itemsize for kind in kinds]
+        cut = torch.split(memory[: sum(sizes)], sizes)
+        pools = [part.view(kind).zero_() for part, kind in zip(cut, kinds, strict=True)]
+    return Pools(pools[-1] if dtype != wide else pools[0], *pools[:4])
 
 
 def clear(pools: Pools, span: Span) -> None:

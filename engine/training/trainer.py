@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from engine.training import checkpoint
 from engine.training.active import ActiveRun
 from engine.training.checkpoint import Checkpoint
@@ -63,10 +65,13 @@ class BatchTrainer:
     it; nothing here waits, reads or writes.
     """
 
-    def __init__(self, model: TrainingModel, config: TrainerConfig) -> None:
+    def __init__(
+        self, model: TrainingModel, config: TrainerConfig, memory: torch.Tensor | None = None
+    ) -> None:
+        """Make a trainer without runs; `memory` is that of the pools (`make_pools`)."""
         self._model, self._config = model, config
         self._spans = SpanAllocator(config.pool_elements)
-        self._pools = make_pools(self._spans.capacity, model.device, model.dtype)
+        self._pools = make_pools(self._spans.capacity, model.device, model.dtype, memory)
         self._tables = SiteTables(model.config, model.device)
         self._initial = InitialAdapters(model.config, model.device)
         self._scheduler = Scheduler()
