@@ -136,6 +136,10 @@ class TrainingRoom:
                 self._lending.take_back()
         return self._trainer
 
+    def serve_by(self, serving: Serving) -> None:
+        """Have the engine stepped by another from now on."""
+        self._serving = serving
+
     def close(self) -> None:
         """Give the pages back; runs that were not saved before are lost. Idempotent."""
         self._watch.stop()
