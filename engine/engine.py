@@ -304,6 +304,8 @@ class Engine:
             kv_pages=self._pool.num_used(PageUse.KV) - cached - pinned,
             pinned_pages=pinned,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
+            lent_pages=len(self.lending.pages),
+            trained_seconds=self.lending.trained_s,
             resident_digests=self._store.resident_digests,
             host_digests=self._store.host_digests,
             pinned_digests=self._store.prefetches.pinned_digests,

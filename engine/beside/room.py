@@ -143,6 +143,7 @@ class TrainingRoom:
     def close(self) -> None:
         """Give the pages back; runs that were not saved before are lost. Idempotent."""
         self._watch.stop()
+        self._lending.trained_s = self._watch.seconds
         if self._trainer is not None:
             self._trainer = None
             self._lending.take_back()
@@ -154,6 +155,7 @@ class TrainingRoom:
         began = time.monotonic()
         while self._is_step_due(began):
             self._pace.note_step(time.monotonic(), self._watch.seconds)
+            self._lending.trained_s = self._watch.seconds
             self._serving.step()
             self._serving.receive()
         self._watch.start()

@@ -15,6 +15,7 @@ class Lending:
 
     weights  those that the engine runs, one copy; None: `EngineConfig.lends_weights` is not set
     pages    the lent ones, one after the other
+    trained_s  seconds of the device that went into training; the borrower's count
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Lending:
         self._pool, self._prefixes, self._scheduler = pool, prefixes, scheduler
         self._arena, self.weights = arena, weights
         self.pages = range(0)
+        self.trained_s = 0.0
 
     @property
     def page_bytes(self) -> int:
