@@ -151,11 +151,11 @@ class TrainingRoom:
     def give_way(self) -> None:
         """Serve what is due, and return: between two layers, or while training waits."""
         self._watch.stop()
+        self._lending.trained_s = self._watch.seconds
         self._serving.receive()
         began = time.monotonic()
         while self._is_step_due(began):
             self._pace.note_step(time.monotonic(), self._watch.seconds)
-            self._lending.trained_s = self._watch.seconds
             self._serving.step()
             self._serving.receive()
         self._watch.start()

@@ -7,7 +7,7 @@ of each: its adapter's A and B, module after module, in the order in which PEFT 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from engine.training.run import LINEARS, RunSettings
 from kernels.lora_table import Projection
 from kernels.training import SPAN, Placement, Pools
 
+# Elements that are copied between host and device at a time, where somebody else has to have turns.
+_PIECE = 1 << 23
 # Elements that every A and every B begins at a multiple of, for the kernels' wide loads.
 _ALIGNMENT = 8
 #: The base's matrices of a layer, and the linears that lie in each side by side.
@@ -208,7 +210,22 @@ def clear(pools: Pools, span: Span) -> None:
     pools.gradient[span.elements].zero_()
 
 
-def to_host(span: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused."""
+def to_host(span: torch.Tensor, between: Callable[[], None] | None = None) -> torch.Tensor:
+    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused.
+
+    between  called after each of its pieces (`copy_in_pieces`)
+    """
     host = torch.empty(span.shape, dtype=span.dtype, pin_memory=span.is_cuda)
-    return host.copy_(span)
+    copy_in_pieces(host, span, between)
+    return host
+
+
+def copy_in_pieces(
+    target: torch.Tensor, source: torch.Tensor, between: Callable[[], None] | None
+) -> None:
+    """Copy [N] to [N], and call `between` after each piece: a few milliseconds of a GPU's."""
+    for start in range(0, len(source), _PIECE):
+        piece = slice(start, start + _PIECE)
+        target[piece].copy_(source[piece])
+        if between is not None:
+            between()

@@ -24,6 +24,7 @@ from engine.training.parameters import (
     Span,
     SpanAllocator,
     clear,
+    copy_in_pieces,
     make_pools,
     to_host,
 )
@@ -128,7 +129,7 @@ class BatchTrainer:
     def checkpoint(self, run_id: str) -> Checkpoint | None:
         """The state of a run that takes part, after its last optimiser step; None: it does not."""
         run = self._active.get(run_id)
-        return None if run is None else checkpoint.take(run, self._pools)
+        return None if run is None else checkpoint.take(run, self._pools, self._model.between)
 
     def step(self) -> list[Event]:
         """Train one micro-batch: begin runs, pack, forward and backward, update, report."""
@@ -191,12 +192,13 @@ class BatchTrainer:
         request, layout, saved = waiting.request, waiting.layout, waiting.saved
         master = self._pools.master
         if saved is not None:
-            checkpoint.restore(saved, self._pools, span)
+            checkpoint.restore(saved, self._pools, span, self._model.between)
         elif request.adapter is not None:
             layout.fill(master, span.first, request.adapter)
         else:
             seed = request.settings.seed
-            master[span.elements].copy_(self._initial.take(request.run_id, layout, seed))
+            drawn = self._initial.take(request.run_id, layout, seed)
+            copy_in_pieces(master[span.elements], drawn, self._model.between)
         self._pools.values[span.elements].copy_(master[span.elements])
         run = ActiveRun(
             request,
@@ -261,7 +263,8 @@ class BatchTrainer:
         """Report a run's end and take its place back."""
         adapter = None
         if outcome == "finished":
-            adapter = run.layout.tensors(to_host(self._pools.master[run.span.elements]))
+            trained = self._pools.master[run.span.elements]
+            adapter = run.layout.tensors(to_host(trained, self._model.between))
         run_id = run.request.run_id
         del self._active[run_id]
         self._scheduler.remove(run_id)

@@ -81,6 +81,12 @@ class Worker:
             assert time.monotonic() < until
             time.sleep(0.005)
 
+    def wait_for_pages(self) -> None:
+        until = time.monotonic() + 20
+        while self.engine.lending.pages:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
 
 @pytest.fixture
 def worker(tiny_base: Path, tmp_path: Path) -> Iterator[Worker]:
@@ -107,6 +113,7 @@ def worker(tiny_base: Path, tmp_path: Path) -> Iterator[Worker]:
     serving.start()
     listening.start()
     yield made
+    made.wait_for_pages()
     made.is_over = True
     listening.join()
     host.close()
@@ -202,10 +209,7 @@ def test_who_leaves_gives_the_memory_back(worker: Worker, tiny_base: Path) -> No
         RemoteTrainer.open(worker.socket, revision=revision, sizes=[1024])
     one._connection.shutdown(socket.SHUT_RDWR)
     one.close()
-    until = time.monotonic() + 20
-    while worker.engine.lending.pages:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    worker.wait_for_pages()
     RemoteTrainer.open(worker.socket, revision=revision, sizes=[1024]).close()
 
 

@@ -187,11 +187,11 @@ class EngineProcess:
             self.turn()
 
     def turn(self) -> None:
-        """Take the commands that have arrived, do one step, and report it; then train, if asked."""
+        """Take the commands that have arrived, train if asked, do one step, and report it."""
         self._unsent += self._apply(self._receive())
-        self.step()
         if self.host is not None:
             self.host.attend()
+        self.step()
 
     def receive(self) -> None:
         """Take the commands that have arrived; for `TrainingRoom`, between two layers."""

@@ -170,7 +170,6 @@ class TrainingHost:
                 trainer.cancel(fields["run_id"])
                 return Message({})
             case "checkpoint":
-                self._room.give_way()  # copies take a tenth of a second each
                 taken = trainer.checkpoint(fields["run_id"])
                 return Message({"state": None}) if taken is None else Message(
                     {"state": taken.state}, taken.tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,3 +203,47 @@ def test_a_loan_takes_only_what_nobody_needs(make_engine: MakeEngine) -> None:
     engine.lending.take_back()
     again = request("c", prompt(5, 120), adapter="qv-16", max_tokens=8)
     assert run(engine, again)["c"].token_ids == wanted
+
+
+def test_whatever_happens_in_whatever_order(make_engine: MakeEngine) -> None:
+    """Loans begin and end, runs are added, cancelled, saved and gone on with, requests come, are
+    cancelled and crowd the arena: each run ends once with its own adapter, no page is lost."""
+    chance = random.Random(20)
+    engine = make_engine(arena_bytes=8 << 20, lends_weights=True)
+    runs = {each.run_id: each for each in eight_runs()}
+    wanted = alone(engine, list(runs.values()))
+    feed = Feed(engine, requests_of(60, length=60, num_tokens=15), every=7)
+    room = TrainingRoom(engine, feed, BesideConfig(page_share=0.9, share=0.5))
+    left, saved = dict(runs), dict[str, Checkpoint]()
+    results: dict[str, Result] = {}
+    trainer: BatchTrainer | None = None
+    for _ in range(4000):
+        if not left and feed.is_done:
+            break
+        if trainer is None:
+            trainer = room.open(sizes_of(engine, list(left.values()))) if left else None
+            if trainer is None:
+                feed.receive()
+                feed.step()
+                continue
+            for name, each in left.items():
+                trainer.add(each, saved.get(name))
+        note(results, trainer.step())
+        left = {n: r for n, r in left.items() if n not in results or results[n].end is None}
+        engine.check_integrity()
+        trainer.check_integrity()
+        if chance.random() < 0.05:
+            engine.cancel(chance.choice(list(feed.results)))
+        is_crashed = chance.random() < 0.02  # nothing is saved then
+        if room.is_wanted_back or is_crashed or chance.random() < 0.05 or not left:
+            for name in left if not is_crashed else ():
+                taken = trainer.checkpoint(name)
+                if taken is not None:
+                    saved[name] = taken
+            room.close()
+            trainer = None
+            engine.check_integrity()
+    room.close()
+    assert not left and feed.is_done
+    for name, result in wanted.items():
+        assert difference(result.adapter, results[name].adapter) == 0.0
