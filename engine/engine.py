@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from engine.drafts.speculation import MAX_DRAFTS, Speculation
 from engine.errors import RequestError
 from engine.execution.batch import BatchBuilder
 from engine.execution.in_flight import InFlightStep
+from engine.execution.lending import Lending
 from engine.execution.runner import ModelRunner
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.pinned_prefixes import PinnedPrefixes
@@ -303,6 +304,8 @@ class Engine:
             kv_pages=self._pool.num_used(PageUse.KV) - cached - pinned,
             pinned_pages=pinned,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
+            lent_pages=len(self.lending.pages),
+            trained_seconds=self.lending.trained_s,
             resident_digests=self._store.resident_digests,
             host_digests=self._store.host_digests,
             pinned_digests=self._store.prefetches.pinned_digests,
@@ -317,6 +320,12 @@ class Engine:
             uses_draft_heads=self._runner.draft_heads is not None,
         )
 
+    @cached_property
+    def lending(self) -> Lending:
+        """What a trainer in the engine's thread may have of it."""
+        runner = self._runner
+        return Lending(self._pool, self._prefixes, self._scheduler, runner.arena, runner.weights)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every owner's state agrees with itself and the others'."""
         self._scheduler.check_integrity()
@@ -324,7 +333,7 @@ class Engine:
         self._prefixes.check_integrity()
         self._pins.check_integrity()
         tables = [sequence.pages for sequence in self._scheduler.running]
-        cached = [self._prefixes.owned_pages(), *self._pins.owned_pages()]
+        cached = [self._prefixes.owned_pages(), *self._pins.owned_pages(), self.lending.pages]
         self._pool.check_integrity([*tables, *self._store.owned_pages(), *cached])
         known = self._requests.all_sequences()
         assert known == {*self._scheduler.waiting, *self._scheduler.running}
@@ -343,21 +352,12 @@ class Engine:
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
             self._fail(sequence, failure)
-        self._fail_unloadable()
+        self._requests.fail_unloadable()
         now = self._clock()
         self._deadlines.pace.stop(now)
         for request_id, late in self._deadlines.too_late(now):
             self._requests.finish_later(request_id, FinishReason.ERROR, late)
         return now
-
-    def _fail_unloadable(self) -> None:
-        """Fail waiting sequences whose adapters cannot be loaded."""
-        if not self._store.has_failures:
-            return
-        for sequence in self._scheduler.waiting:
-            for digest in sequence.digests:
-                if (error := self._store.error(digest)) is not None:
-                    self._fail(sequence, error)
 
     def _compute_pins(self) -> None:
         """Start requests that compute pinned prefixes; cancel those whose pin is gone."""

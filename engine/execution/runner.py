@@ -49,6 +49,7 @@ class ModelRunner:
 
     entry_buffers  where the adapters' table stays from one step to the next
     draft_heads    None: those of adapters are not used, as on a GPU or without speculation
+    weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ModelRunner:
         layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
+        self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,
             model=model,

@@ -10,8 +10,8 @@ import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.utils import timezone
 
+from contract.daily_window import DailyWindow
 from controlplane.adapters.models import BaseModel
-from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
