@@ -1,6 +1,8 @@
 """Training many runs in one batch at Llama-3.1-8B's shape, random weights made on the card.
 
     python -m bench.training [--case NAME] [--quick] [--profile] [--out FILE]
+    python -m bench.training --case beside [--beside-share 0.75]   serving and training together
+    python -m bench.training --case night [--night-share 0.25]     100 runs of 64k tokens
     python -m bench.training --micro [--share I/N] [--compile]     each operation, see training_ops
 
 Tokens a second are of whole steps: forward, backward and the update of every run. TFLOP/s count the
@@ -27,9 +29,11 @@ import torch
 
 from bench.device import provenance, write_whole
 from bench.machine import commit
+from bench.training_beside import run_beside, run_night
 from bench.training_ops import bench_operations
 from bench.training_stack import TINY, Shape, Stack, Work
 from bench.training_trainer import time_trainer
+from engine.beside.room import BesideConfig
 
 RESULTS = Path(__file__).parent / "results" / "training-h200.json"
 #: Name -> the work of a step and the share of layers that are recomputed.
@@ -49,6 +53,10 @@ TRAINER_CASES = {
     "BatchTrainer 64x256": Work(64, 1, 256),
     "BatchTrainer 64 runs of 8x256": Work(64, 8, 256),
 }
+
+
+#: Of several minutes each, which are measured only when they are asked for.
+LONG_CASES = ("beside", "night")
 
 
 def time_steps(stack: Stack, steps: int) -> list[float]:
@@ -99,6 +107,17 @@ def run_trainer_case(
     return time_trainer(name, shape, work, steps, options.device, options.profile)
 
 
+def run_long_case(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure serving beside training, or a night's runs."""
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if name == "beside":
+        config = BesideConfig(share=options.beside_share)
+        return run_beside(name, shape, options.device, config)
+    runs = 4 if options.tiny else 100
+    return run_night(name, shape, options.device, options.night_share, runs=runs)
+
+
 #: Part of a step -> what its kernels' names begin with, or have in them.
 PARTS = {
     "base products": ("nvjet", "cutlass", "gemm"),
@@ -143,9 +162,11 @@ def profile_step(stack: Stack, most: int = 24) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=[*CASES, *TRAINER_CASES])
+    parser.add_argument("--case", action="append", choices=[*CASES, *TRAINER_CASES, *LONG_CASES])
     parser.add_argument("--quick", action="store_true", help="three steps, nothing measured before")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--beside-share", type=float, default=0.75)
+    parser.add_argument("--night-share", type=float, default=1.0)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--micro", action="store_true")
     parser.add_argument("--only", default="")
@@ -168,7 +189,9 @@ def main() -> None:
     steps = 3 if options.quick else 8
     for name in options.case or [*CASES, *TRAINER_CASES]:
         try:
-            if name in TRAINER_CASES:
+            if name in LONG_CASES:
+                case = run_long_case(name, shape, options)
+            elif name in TRAINER_CASES:
                 case = run_trainer_case(name, 2 * steps, shape, options)
             else:
                 case = run_case(name, steps, shape, options.profile)

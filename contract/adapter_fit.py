@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from contract.adapter_problems import AdapterProblems, Problem, shown
 from contract.base_shape import EMBEDDING, HEAD, BaseShape
+from contract.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
 from contract.peft_config import FILE as CONFIG_FILE
 from contract.peft_config import SAVE_FIELD, TOKENS_FIELD, LoraConfig
 from contract.safetensors_header import FILE as TENSORS_FILE
@@ -62,6 +63,7 @@ class FittedAdapter:
     copies        tensors that repeat a matrix of the base and must equal it -> the module
     is_tied       PEFT made the head's A and B from the embedding's; they must agree
     is_head_tied  the head takes the embedding's new rows; where both are in the file they agree
+    draft_heads   see `contract.draft_heads`
     """
 
     matrices: Mapping[str, AdaptedMatrix]
@@ -70,6 +72,7 @@ class FittedAdapter:
     copies: Mapping[str, str]
     is_tied: bool
     is_head_tied: bool
+    draft_heads: tuple[DraftHead, ...] = ()
 
     @property
     def ranks(self) -> set[int]:
@@ -106,11 +109,12 @@ class _Fitting:
     """The fit of one adapter over one base; faults are added to `problems`."""
 
     def __init__(self, config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape) -> None:
-        self._config, self._shapes, self._base = config, shapes, base
+        self._config, self._base = config, base
+        self._shapes = {name: of for name, of in shapes.items() if not is_head_tensor(name)}
+        self._draft_heads, self._problems = fit_heads(shapes, base.hidden)
         self._modules = {module: layer for module, layer, _ in base.modules()}
         self._adapted = config.over(self._modules)
         self._is_tied = config.ensure_weight_tying and base.is_tied
-        self._problems: list[Problem] = []
 
     def result(self) -> FittedAdapter:
         self._check_targets()
@@ -139,6 +143,7 @@ class _Fitting:
             copies={found[key]: key[0] for key in copies if key in found},
             is_tied=self._is_tied and HEAD in modules,
             is_head_tied=rows.is_head_tied,
+            draft_heads=self._draft_heads,
         )
 
     def _complain(self, field: str, message: str) -> None:
@@ -194,7 +199,9 @@ class _Fitting:
         found: dict[_Key, str] = {}
         for name in self._shapes:
             key = _key(name)
-            if key is None:
+            if key is None and (medusa := medusa_problem(name)) is not None:
+                self._problems.append(medusa)
+            elif key is None:
                 message = "it is not a tensor of LoRA or DoRA of a module that can be adapted"
                 self._complain_of(name, message)
             elif key in found:

@@ -13,6 +13,13 @@ MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
 #: Seconds between two states of a training on the disk, unless its job says otherwise.
 CHECKPOINT_S = 30.0
+#: Beside a kept adapter's two files: its step and losses, as JSON.
+METRICS_FILE = "metrics.json"
+#: Hyperparameters that came after the first release; without them a run trains as it did then.
+LATER = (
+    *("checkpoints", "packing", "gradient_accumulation", "gradient_checkpointing"),
+    "quantization",
+)
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
     "rank": (True, 1, 256),
@@ -27,8 +34,11 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "validation_share": (False, 0, 0.5),
     "eval_steps": (True, 1, 1_000_000),
     "patience": (True, 1, 1000),
+    "checkpoints": (True, 0, 10),
+    "gradient_accumulation": (True, 1, 256),
 }
 _MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
+_YES_OR_NO = ("truncate", "packing", "gradient_checkpointing")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 
 
@@ -63,14 +73,30 @@ class Hyperparameters:
     validation_share: float = 0.0  # of the prompts, to validate with
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
+    checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
+    packing: bool = False  # short rows share a sequence of max_length, and do not see each other
+    gradient_accumulation: int = 1  # batches of a step
+    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    quantization: str | None = None  # of the base; none is offered
 
     def __post_init__(self) -> None:
         for name in BOUNDS:
             value = getattr(self, name)
             if name not in _MAY_BE_NONE or value is not None:
                 _check_number(name, value)
-        if type(self.truncate) is not bool:
-            raise JobError("hyperparameters.truncate", "must be true or false")
+        for name in _YES_OR_NO:
+            if type(getattr(self, name)) is not bool:
+                raise JobError(f"hyperparameters.{name}", "must be true or false")
+        if self.quantization is not None:
+            raise JobError(
+                "hyperparameters.quantization",
+                "is not offered: the trainer has no bitsandbytes, which QLoRA needs. With "
+                "gradient_checkpointing and a smaller batch_size a run takes less memory",
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation
 
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:
@@ -123,7 +149,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
     gpu_share = fields.get("gpu_share")
     if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
         raise JobError("gpu_share", "must be a number above 0, at most 1")
-    for name in ("validation_dataset", "warm_start", "checkpoint"):
+    for name in ("validation_dataset", "warm_start", "checkpoint", "kept_dir"):
         path = fields.get(name)
         if path is not None and (not isinstance(path, str) or not path):
             raise JobError(name, "must be a path")
@@ -154,6 +180,8 @@ class TrainJob:
     #: Where the state is written every so often, and gone on from; None: nowhere.
     checkpoint: Path | None = None
     checkpoint_s: float = CHECKPOINT_S
+    #: Where the adapters of `checkpoints` steps are kept; None: nowhere.
+    kept_dir: Path | None = None
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
@@ -176,7 +204,7 @@ class TrainJob:
             raise JobError("the job", "must be an object")
         _check_fields(fields)
         validation, warm_start = fields.get("validation_dataset"), fields.get("warm_start")
-        checkpoint = fields.get("checkpoint")
+        checkpoint, kept_dir = fields.get("checkpoint"), fields.get("kept_dir")
         job = cls(
             base_model_dir=Path(fields["base_model_dir"]),
             dataset=Path(fields["dataset"]),
@@ -192,6 +220,7 @@ class TrainJob:
             warm_start=Path(warm_start) if warm_start else None,
             checkpoint=Path(checkpoint) if checkpoint else None,
             checkpoint_s=float(fields.get("checkpoint_s", CHECKPOINT_S)),
+            kept_dir=Path(kept_dir) if kept_dir else None,
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")

@@ -9,9 +9,9 @@ import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
 from contract.child_environment import child_environment
+from contract.daily_window import DailyWindow
 from contract.gpu_share import trainer_gpu_share
 from controlplane.beat import beat_schedule
-from controlplane.infra.daily_window import DailyWindow
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
 from controlplane.infra.outbound_policy import hub_endpoint, outbound_policy
@@ -320,6 +320,8 @@ if TRAINING_MAX_RUN_S > 11 * 3600:
 TRAIN_BATCH = int(env("LORIKEET_TRAIN_BATCH", "1"))
 if not 1 <= TRAIN_BATCH <= 256:
     raise ImproperlyConfigured("LORIKEET_TRAIN_BATCH is not a number from 1 to 256")
+#: Where a serving worker trains batches of runs over the base that it holds; "": the child does.
+TRAINING_SOCKET = env("LORIKEET_TRAINING_SOCKET", "")
 try:
     #: When training runs may begin; None: at any time.
     TRAINING_WINDOW = DailyWindow.parse(env("LORIKEET_TRAINING_WINDOW", ""))

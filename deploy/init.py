@@ -33,6 +33,7 @@ OWNERS = {
     "model": LORIKEET,
     "adapters": LORIKEET,
     "training": LORIKEET,
+    "training-socket": LORIKEET,
     "ingest": LORIKEET,
     "backup": LORIKEET,
     "prometheus": PROMETHEUS,

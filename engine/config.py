@@ -53,6 +53,9 @@ class EngineConfig:
     max_batch_wait_s      the same for a batch request
     speculation           draft tokens and verify them in one pass: the same answers in fewer
                           steps; on a GPU in small batches only (docs/speculation.md)
+    lends_weights         adapters may be trained over the weights that the engine holds
+                          (engine/beside). A GPU has one copy; a CPU keeps the weights as they were
+                          read, beside those that its products need
     """
 
     model_dir: Path
@@ -82,6 +85,7 @@ class EngineConfig:
     max_wait_s: float = 5.0
     max_batch_wait_s: float = 120.0
     speculation: bool = False
+    lends_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pin_share", "adapter_pin_share"):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from engine.adapters.host_memory import HostMemory
 from engine.adapters.loader import LoadLimits
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
+from engine.drafts.heads import HeadDrafts
 from engine.drafts.speculation import MAX_DRAFTS, Speculation
 from engine.errors import RequestError
 from engine.execution.batch import BatchBuilder
 from engine.execution.in_flight import InFlightStep
+from engine.execution.lending import Lending
 from engine.execution.runner import ModelRunner
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.pinned_prefixes import PinnedPrefixes
@@ -75,7 +77,7 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self.model = model = model or ModelConfig.from_folder(config.model_dir)
         self._clock = clock
-        limit = self._context_limit = config.context_limit(model)
+        self._context_limit = config.context_limit(model)
         self._runner = ModelRunner(config, model, weights)
         self._in_flight: InFlightStep | None = None
         max_kv, max_adapter = config.page_limits(model, num_pages := self._runner.arena.shape[0])
@@ -117,7 +119,7 @@ class Engine:
             stop_ids=self._validator.stop_ids,
             clock=clock,
         )
-        self._speculation = Speculation(config, self._scheduler.tables, self._grammars, limit)
+        self._speculation = self._make_speculation(config)
         self.forget_answers = self._speculation.forget_answers
         self._num_steps = self._num_generated = 0
         self._step_counts = StepCounts()
@@ -132,10 +134,16 @@ class Engine:
             has_row_tables=config.runs_triton,
         )
 
+    def _make_speculation(self, config: EngineConfig) -> Speculation:
+        heads = HeadDrafts(self._runner.draft_heads, self._store.tiles)
+        tables = self._scheduler.tables
+        return Speculation(config, tables, self._grammars, self._context_limit, heads)
+
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
+        layout, has_heads = config.page_layout(model), runner.draft_heads is not None
         return AdapterStore(
-            reader=AdapterReader(model, config.page_layout(model), runner.base, digest_of),
+            reader=AdapterReader(model, layout, runner.base, digest_of, has_heads),
             pool=self._pool,
             prefixes=self._prefixes,
             arena=runner.arena,
@@ -153,19 +161,17 @@ class Engine:
     # Adapters
 
     def register_adapter(self, digest: str, path: Path) -> None:
-        """Register the PEFT folder `path` as `digest`; idempotent.
+        """Register the PEFT folder `path` as `digest`; idempotent. A request has the tensors read.
 
-        Reads the config and the tensor header; the tensors are read when a request first needs
-        them. Raises AdapterMismatch if they do not fit the base model, AdapterUnavailable if they
-        cannot be read, OutOfPages if the adapter is larger than the arena.
+        Raises AdapterMismatch, AdapterUnavailable, OutOfPages if it is larger than the arena.
         """
         self._store.register(digest, path)
 
     def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
         """Have a registered adapter read into host memory, or the arena, before a request needs it.
 
-        A thread reads it in the following steps, once requests leave it room; `has_work` is true
-        until then. `adapter_status` and its requests tell what fails. Raises UnknownAdapter.
+        A thread reads it in the following steps, once there is room; `has_work` is true until then.
+        `adapter_status` says what fails. Raises UnknownAdapter.
         """
         self._store.prefetch(digest, to_arena=to_arena)
 
@@ -202,8 +208,7 @@ class Engine:
     def prepare_grammars(self) -> Future[None]:
         """Load the grammar library and its tokenizer on a thread, before a request needs them.
 
-        It takes seconds, and memory that is never given back; requests without a grammar do not
-        need it. The future raises what fails, ImportError if Outlines is missing.
+        It takes seconds, and memory for good. The future raises ImportError if Outlines is missing.
         """
         return self._grammars.prepare()
 
@@ -216,8 +221,7 @@ class Engine:
     ) -> None:
         """Keep the KV of a prompt's full pages, for the tenant's requests with these adapters.
 
-        They are computed once there is room, and stay until `unpin_prefix` or until one of the
-        adapters is unregistered. Idempotent. Raises PinLimitExceeded, and what `add` raises.
+        Until `unpin_prefix` or `unregister_adapter`; idempotent. Raises PinLimitExceeded, as `add`.
         """
         request = self._pins.request_for(tenant_id, adapters, token_ids)
         self._validator.check(request)
@@ -246,14 +250,11 @@ class Engine:
         reason: FinishReason = FinishReason.CANCELLED,
         index: int | None = None,
     ) -> None:
-        """End a request, or one of its n; the last outputs, with `reason`, come from the next step.
-
-        Idempotent; does nothing if the request has ended or never existed.
-        """
+        """End a request, or one of its n, if it runs; its last outputs come from the next step."""
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or once an adapter or a grammar is ready."""
+        """Whether `step` has anything to do, now or when an adapter or a grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
@@ -271,7 +272,7 @@ class Engine:
             previous, self._in_flight = self._in_flight, None
             step = self._schedule(previous, now)
             if step.rows:
-                self._speculation.propose(step)
+                self._speculation.propose(step, is_ahead=previous is not None)
                 batch = None if step.new_pages is not None else self._builder.build(step)
                 self._in_flight = self._runner.launch(step, batch, self._logits_processor)
             outputs += self._commit(previous, now)
@@ -303,6 +304,8 @@ class Engine:
             kv_pages=self._pool.num_used(PageUse.KV) - cached - pinned,
             pinned_pages=pinned,
             adapter_pages=self._pool.num_used(PageUse.ADAPTER),
+            lent_pages=len(self.lending.pages),
+            trained_seconds=self.lending.trained_s,
             resident_digests=self._store.resident_digests,
             host_digests=self._store.host_digests,
             pinned_digests=self._store.prefetches.pinned_digests,
@@ -314,7 +317,14 @@ class Engine:
             step_seconds=self._step_counts.seconds.copy(),
             adapter_loads=self._store.load_counts,
             drafts=self._speculation.read_counts(),
+            uses_draft_heads=self._runner.draft_heads is not None,
         )
+
+    @cached_property
+    def lending(self) -> Lending:
+        """What a trainer in the engine's thread may have of it."""
+        runner = self._runner
+        return Lending(self._pool, self._prefixes, self._scheduler, runner.arena, runner.weights)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every owner's state agrees with itself and the others'."""
@@ -323,7 +333,7 @@ class Engine:
         self._prefixes.check_integrity()
         self._pins.check_integrity()
         tables = [sequence.pages for sequence in self._scheduler.running]
-        cached = [self._prefixes.owned_pages(), *self._pins.owned_pages()]
+        cached = [self._prefixes.owned_pages(), *self._pins.owned_pages(), self.lending.pages]
         self._pool.check_integrity([*tables, *self._store.owned_pages(), *cached])
         known = self._requests.all_sequences()
         assert known == {*self._scheduler.waiting, *self._scheduler.running}
@@ -342,21 +352,12 @@ class Engine:
         self._store.poll(self._scheduler.wanted_adapters())
         for sequence, failure in self._grammars.poll():
             self._fail(sequence, failure)
-        self._fail_unloadable()
+        self._requests.fail_unloadable()
         now = self._clock()
         self._deadlines.pace.stop(now)
         for request_id, late in self._deadlines.too_late(now):
             self._requests.finish_later(request_id, FinishReason.ERROR, late)
         return now
-
-    def _fail_unloadable(self) -> None:
-        """Fail waiting sequences whose adapters cannot be loaded."""
-        if not self._store.has_failures:
-            return
-        for sequence in self._scheduler.waiting:
-            for digest in sequence.digests:
-                if (error := self._store.error(digest)) is not None:
-                    self._fail(sequence, error)
 
     def _compute_pins(self) -> None:
         """Start requests that compute pinned prefixes; cancel those whose pin is gone."""
@@ -417,7 +418,7 @@ class Engine:
         if launched.drafted is not None:
             for sequences, tokens in launched.drafted.go_on(self._scheduler.commit):
                 outputs += self._take(launched, sequences, list(map(checked, sequences, tokens)))
-        self._speculation.settle()
+        self._speculation.settle(launched.drafted)
         return outputs
 
     def _take(

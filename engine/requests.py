@@ -139,6 +139,15 @@ class RequestTable:
         known = None if error is None else as_engine_error(request_id, error)
         self._pending.add(self._sequences.get(request_id, ()), reason, known, index)
 
+    def fail_unloadable(self) -> None:
+        """Mark requests that wait for adapters that cannot be loaded to end."""
+        if not self._store.has_failures:
+            return
+        for sequence in self._scheduler.waiting:
+            for digest in sequence.digests:
+                if (error := self._store.error(digest)) is not None:
+                    self.finish_later(sequence.request.request_id, FinishReason.ERROR, error)
+
     @property
     def has_pending(self) -> bool:
         """Whether `finish_pending` has anything to do."""

@@ -256,6 +256,7 @@ class Step:
     new_pages  (row, index in its page table, page) of each new page, for a step that replays the
                one before, one token further; None for any other step
     has_drafts whether any row has
+    keeps_states  whether what the LM head reads is wanted, for the drafts of the next step
     """
 
     budget: int
@@ -264,6 +265,7 @@ class Step:
     sampling: list[Sequence] = field(default_factory=list)
     new_pages: list[tuple[int, int, int]] | None = None
     has_drafts: bool = False
+    keeps_states: bool = False
 
     @property
     def num_tokens(self) -> int:

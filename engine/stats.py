@@ -111,6 +111,8 @@ class EngineStats:
     adapter_pages       pages of adapters; all other pages are free or pinned
     pinned_pages        pages that pins hold, also if requests read them; not part of kv_pages
     cached_pages        free pages with prefixes that requests may reuse
+    lent_pages          pages that a trainer has (`engine.beside`)
+    trained_seconds     that the device spent on training beside requests so far
     resident_digests    adapters in the arena, least recently used first
     host_digests        adapters in host memory, the newest last
     pinned_digests      adapters that stay in the arena also while no request uses them
@@ -122,6 +124,7 @@ class EngineStats:
     step_seconds        time of each step so far
     adapter_loads       loads so far by tier: "host" memory, from files, and "arena", from there
     drafts              drafted tokens so far by source; empty if the engine drafts none
+    uses_draft_heads    whether adapters' draft heads are used; if not, they take no pages
     """
 
     step: int = 0
@@ -134,6 +137,8 @@ class EngineStats:
     kv_pages: int = 0
     pinned_pages: int = 0
     adapter_pages: int = 0
+    lent_pages: int = 0
+    trained_seconds: float = 0.0
     resident_digests: tuple[str, ...] = ()
     host_digests: tuple[str, ...] = ()
     pinned_digests: tuple[str, ...] = ()
@@ -145,6 +150,7 @@ class EngineStats:
     step_seconds: Distribution | None = None
     adapter_loads: Mapping[str, LoadCounts] = field(default_factory=dict)
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+    uses_draft_heads: bool = False
 
     @property
     def tokens_per_step(self) -> float:

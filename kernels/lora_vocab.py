@@ -34,7 +34,7 @@ def lora_embed(
             for part in segment.embedding:
                 h = _gather(arena, part.a, ids)
                 h = h * (part.scale * part.weight)
-                for low, high, block in _views(arena, part.b):
+                for low, high, block in block_views(arena, part.b):
                     own += h[:, low:high] @ block
 
 
@@ -85,9 +85,9 @@ def lora_head(
             for new in segment.new_head:
                 _replace_logits(own, base, rows, arena, new)
             for part in segment.head:
-                a = torch.cat([block for _, _, block in _views(arena, part.a)])
+                a = torch.cat([block for _, _, block in block_views(arena, part.a)])
                 h = (rows @ a.T) * (part.scale * part.weight)
-                for low, high, block in _views(arena, part.b):
+                for low, high, block in block_views(arena, part.b):
                     own[:, low:high] += h @ block.T
 
 
@@ -95,7 +95,7 @@ def _replace_logits(
     own: torch.Tensor, base: torch.Tensor, x: torch.Tensor, arena: torch.Tensor, new: NewRows
 ) -> None:
     """Add weight * (new - base) to the columns of `own` whose tokens are new."""
-    for first, _, run in _views(arena, new.blocks):
+    for first, _, run in block_views(arena, new.blocks):
         for low in range(first, first + len(run), _ROWS):
             block = run[low - first : low - first + _ROWS]
             columns: slice | torch.Tensor = slice(low, low + len(block))
@@ -139,7 +139,7 @@ def _weighted_sum(
     total: torch.Tensor | None = None
     for blocks, weight in vectors:
         if blocks is not None:
-            vector = torch.cat([block for _, _, block in _views(arena, blocks)])
+            vector = torch.cat([block for _, _, block in block_views(arena, blocks)])
             vector = vector.view(-1).float() * weight
             total = vector if total is None else total + vector
     return total
@@ -153,7 +153,7 @@ def _gather(arena: torch.Tensor, blocks: Blocks, rows: torch.Tensor) -> torch.Te
     return arena.view(-1)[first[:, None] + columns]
 
 
-def _views(arena: torch.Tensor, blocks: Blocks) -> Iterator[tuple[int, int, torch.Tensor]]:
+def block_views(arena: torch.Tensor, blocks: Blocks) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield (first row, end row, view [rows, width] of the arena) for every run of blocks.
 
     Blocks that are adjacent in the arena are one run: a matrix in adjacent pages has few runs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import socket
 from collections.abc import Mapping
@@ -10,12 +11,31 @@ from pathlib import Path
 
 from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
 from contract.child_environment import child_environment
+from contract.daily_window import DailyWindow
 from contract.gpu_share import trainer_gpu_share
 from contract.log_lines import FORMATS, LEVELS
 
 
 class ConfigError(Exception):
     """An environment variable is missing or has a wrong value; the message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """What a serving worker lends to trainers: docs/training.md.
+
+    socket  a Unix socket, which the worker makes, where trainers ask
+    share   of the time, what training gets while requests only go on with their answers
+    window  the hours in which it does; None: always
+    """
+
+    socket: Path
+    share: float = 0.75
+    window: DailyWindow | None = None
+
+    def is_open(self) -> bool:
+        """Whether it is one of these hours."""
+        return self.window is None or self.window.is_open(dt.datetime.now(dt.UTC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +120,8 @@ class WorkerConfig:
     min_kv_bytes: int | None = None
     host_cache_bytes: int | None = None
     threads: int | None = None
+    #: What is lent to trainers; None: nothing is.
+    training: TrainingConfig | None = None
     #: Whether the engine drafts tokens; only on a CPU.
     speculation: bool = False
     #: Requests that run at SIGTERM have so long to finish.
@@ -157,6 +179,7 @@ class WorkerConfig:
             host_cache_bytes=read.number("LORIKEET_HOST_CACHE_BYTES", None),
             threads=read.number("LORIKEET_THREADS", None),
             speculation=read.one_of("LORIKEET_SPECULATION", ("on", "off"), "off") == "on",
+            training=_training(read),
             stuck_timeout_s=read.number("LORIKEET_STUCK_TIMEOUT_S", 60) or 60,
             drain_timeout_s=read.number("LORIKEET_DRAIN_TIMEOUT_S", 30) or 30,
             metrics_port=read.number("LORIKEET_METRICS_PORT", 0, least=0) or 0,
@@ -201,6 +224,24 @@ def _reserved_share(read: _Reader) -> float:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return share or 0.0
+
+
+def _training(read: _Reader) -> TrainingConfig | None:
+    path = read.text("LORIKEET_TRAINING_SOCKET", "")
+    if not path:
+        return None
+    text = read.text("LORIKEET_TRAINING_SHARE", "0.75")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 < share < 1.0:
+        raise ConfigError(f"LORIKEET_TRAINING_SHARE is {text!r}, not a number between 0 and 1")
+    try:
+        window = DailyWindow.parse(read.text("LORIKEET_TRAINING_WINDOW", ""))
+    except ValueError as error:
+        raise ConfigError(f"LORIKEET_TRAINING_WINDOW: {error}") from error
+    return TrainingConfig(socket=Path(path), share=share, window=window)
 
 
 class _Reader:

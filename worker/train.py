@@ -15,7 +15,9 @@ JOB.json:
      "warm_start": "….safetensors",  optional: tensors of an adapter to begin from
      "most_steps": 1, "most_tokens": 1,  optional: a longer training is an error
      "checkpoint": "….safetensors",  optional: the state is written there, and gone on from
-     "checkpoint_s": 30.0}           seconds between two of them
+     "checkpoint_s": 30.0,           seconds between two of them
+     "kept_dir": "…"}                optional: where the adapters of `checkpoints` steps are kept,
+                                    each in a folder of its step's number, with metrics.json
 
 Standard output carries one JSON object per line and nothing else:
 
@@ -46,10 +48,8 @@ import errno
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -57,9 +57,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from contract.peft_config import FILE as CONFIG_FILE
 from contract.training import JobError, TrainJob
-from worker.base_model import MANIFEST
+from worker.training.adapter_folder import base_name, write_adapter
 
 
 class Stopped(BaseException):
@@ -114,36 +113,6 @@ def take_stdout() -> TextIO:
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return stream
-
-
-def write_adapter(save: Callable[[Path], Any], base: str, output_dir: Path) -> None:
-    """Make the adapter's folder, whole or not at all: `save` writes PEFT's two files into it.
-
-    Lists in the config are sorted: PEFT writes sets in an order that changes with every process,
-    and the config is part of the adapter's digest.
-    """
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{output_dir.name}.", dir=output_dir.parent))
-    try:
-        save(staging)
-        config = json.loads((staging / CONFIG_FILE).read_text())
-        config["base_model_name_or_path"] = base
-        config["target_modules"] = sorted(config["target_modules"])
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (staging / CONFIG_FILE).write_text(text)
-        (staging / "README.md").unlink(missing_ok=True)
-        staging.chmod(0o755)
-        staging.rename(output_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def base_name(job: TrainJob) -> str:
-    """Return the base model's name: the job's, else that in lorikeet.json, else the folder's."""
-    manifest = job.base_model_dir / MANIFEST
-    if job.base_model or not manifest.is_file():
-        return job.base_model or job.base_model_dir.name
-    return str(json.loads(manifest.read_text())["name"])
 
 
 def train(job: TrainJob, log: EventLog, signals: StopSignals | None = None) -> None:

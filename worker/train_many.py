@@ -15,6 +15,10 @@ With --control, lines on standard input are orders: {"cancel": run} ends a run, 
 other; {"pause": run} does, too, but writes its state first, from which it goes on later. The end of
 the input is the end of whoever wanted the adapters: as SIGTERM.
 
+With --worker SOCKET the batch is trained by the serving worker that made the socket
+(LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
+the rows and writes the files. Jobs that wait for it have a `warning`.
+
 CHECKPOINTS is a folder for what a later process needs to go on; `-`: the folder `checkpoint` beside
 each JOB.json, of which there may be one in a folder. Started again with the same
 arguments after whatever ended it, each run goes on from its last checkpoint, at most a minute old,
@@ -44,6 +48,7 @@ from contract.training import JobError, TrainJob
 from worker.train import DISK_FULL, EventLog, Stopped, is_disk_full, take_stdout
 
 if TYPE_CHECKING:
+    from worker.batch_training.away import AwayTraining
     from worker.batch_training.disk import CheckpointFolder
     from worker.batch_training.jobs import NamedJob
     from worker.batch_training.loop import BatchTraining
@@ -60,6 +65,7 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, help="tokens of a micro-batch")
     parser.add_argument("--max-runs", type=int, help="runs that take part at a time")
     parser.add_argument("--checkpoint-s", type=float, default=_CHECKPOINT_S)
+    parser.add_argument("--worker", type=Path, help="the socket of a serving worker that trains")
     parser.add_argument("--control", action="store_true", help="obey lines on standard input")
     return parser.parse_args(given)
 
@@ -70,7 +76,7 @@ class TrainMany:
     def __init__(self, options: argparse.Namespace, log: EventLog) -> None:
         self._options, self._log = options, log
         self._is_wrong = False
-        self._batch: BatchTraining | None = None
+        self._batch: BatchTraining | AwayTraining | None = None
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
         self._alone: tuple[str, subprocess.Popen[str]] | None = None
@@ -159,38 +165,13 @@ class TrainMany:
     ) -> list[NamedJob]:
         """Train the jobs of one base; return those that the batch does not do."""
         from engine.errors import OutOfMemory, UnsupportedModel
-        from engine.training.run import unsupported
-        from worker.batch_training.base import open_base
-        from worker.batch_training.jobs import settings_of
-        from worker.batch_training.loop import BatchTraining
+        from worker.batch_training.remote import TrainerRefuses
 
-        reasons: dict[str, str] = {}
-        for named in jobs:
-            lack = unsupported(settings_of(named.job.hyperparameters))
-            if lack is not None:
-                reasons[named.name] = f"{lack.field}: {lack.reason}"
-            elif named.job.has_validation:
-                reasons[named.name] = "validation: the batch does not validate"
-            elif named.job.dataset.stat().st_size > _MAX_ROWS_BYTES:
-                reasons[named.name] = f"dataset: it has more than {_MAX_ROWS_BYTES} bytes"
-            elif named.job.warm_start is not None:
-                reasons[named.name] = "warm_start: the batch begins from PEFT's initial adapter"
+        reasons = _not_in_the_batch(jobs)
         together = [named for named in jobs if named.name not in reasons]
         try:
             if together:
-                opened = open_base(
-                    base,
-                    together,
-                    token_budget=self._options.token_budget,
-                    max_runs=self._options.max_runs,
-                )
-                self._batch = BatchTraining(
-                    opened.trainer,
-                    opened.codec,
-                    folder,
-                    self._emit,
-                    self._options.checkpoint_s,
-                )
+                self._batch = self._open(base, together, folder)
                 for run in list(self._cancelled):
                     self._batch.cancel(run, pause=run in self._paused)
                 self._batch.run(together)
@@ -201,9 +182,27 @@ class TrainMany:
                 self._fail(named.name, error)
         except (UnsupportedModel, OutOfMemory) as error:
             reasons |= {named.name: error.message for named in together}
+        except TrainerRefuses as error:
+            reasons |= {named.name: f"worker: {error}" for named in together}
         for name, reason in reasons.items():
             self._emit(name, "alone", reason=reason)
         return [named for named in jobs if named.name in reasons]
+
+    def _open(
+        self, base: Path, together: list[NamedJob], folder: CheckpointFolder
+    ) -> BatchTraining | AwayTraining:
+        """What trains these jobs: a serving worker, if one is set, or this process."""
+        from worker.batch_training.away import AwayTraining
+        from worker.batch_training.base import open_base
+        from worker.batch_training.loop import BatchTraining
+
+        options = self._options
+        if options.worker is not None:
+            return AwayTraining(options.worker, base, folder, self._emit, options.checkpoint_s)
+        opened = open_base(
+            base, together, token_budget=options.token_budget, max_runs=options.max_runs
+        )
+        return BatchTraining(opened.trainer, opened.codec, folder, self._emit, options.checkpoint_s)
 
     def _train_alone(self, name: str) -> None:
         """Have the present trainer do a job; its events go out as they come."""
@@ -228,6 +227,34 @@ class TrainMany:
             self._is_wrong = True
             if last != "error":
                 self._emit(name, "error", message=f"its process ended with {child.returncode}")
+
+
+def _not_in_the_batch(jobs: Iterable[NamedJob]) -> dict[str, str]:
+    """The jobs that the batch does not do, and why."""
+    from engine.training.run import unsupported
+    from worker.batch_training.jobs import settings_of
+
+    reasons: dict[str, str] = {}
+    for named in jobs:
+        lack = unsupported(settings_of(named.job.hyperparameters))
+        if lack is not None:
+            reasons[named.name] = f"{lack.field}: {lack.reason}"
+        elif (reason := _alone(named.job)) is not None:
+            reasons[named.name] = reason
+    return reasons
+
+
+def _alone(job: TrainJob) -> str | None:
+    """Return why the batch does not do a job whose settings it does; None: it does it."""
+    lacks = {
+        "validation: the batch does not validate": job.has_validation,
+        f"dataset: it has more than {_MAX_ROWS_BYTES} bytes": (
+            job.dataset.stat().st_size > _MAX_ROWS_BYTES
+        ),
+        "checkpoints: the batch keeps no adapters on the way": job.hyperparameters.checkpoints > 0,
+        "warm_start: the batch begins from PEFT's initial adapter": job.warm_start is not None,
+    }
+    return next((reason for reason, is_so in lacks.items() if is_so), None)
 
 
 def main(given: Iterable[str] = sys.argv[1:]) -> int:

@@ -156,6 +156,8 @@ class AdapterVersion(TenantModel):
         UPLOAD = "upload"
         TRAINING = "training"
         IMPORT = "import"
+        #: The adapter on the way of a training: it never becomes live by itself.
+        CHECKPOINT = "checkpoint"
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="versions")
     number = models.PositiveIntegerField()

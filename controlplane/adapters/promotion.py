@@ -113,8 +113,11 @@ def lock(adapter_id: uuid.UUID) -> Adapter:
 def ready_apply(adapter: Adapter, version: AdapterVersion) -> None:
     """Make a version live that became ready, if none is, or if the adapter's policy says so.
 
-    Not if a newer one is live: checks may end in another order than uploads.
+    Not if a newer one is live: checks may end in another order than uploads. Nor a training's
+    checkpoint: only somebody who names it makes it live.
     """
+    if version.source == AdapterVersion.Source.CHECKPOINT:
+        return
     live = adapter.live_version
     if live is None:
         live_version_set(adapter, version, Cause.FIRST)

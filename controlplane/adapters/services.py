@@ -201,7 +201,7 @@ def adapter_version_create(
     if source != AdapterVersion.Source.IMPORT:
         _check_files(files)
     quotas.check("storage_bytes", sum(files.values()))  # its lock also protects the next count
-    if source != AdapterVersion.Source.TRAINING:
+    if source not in (AdapterVersion.Source.TRAINING, AdapterVersion.Source.CHECKPOINT):
         _check_unfinished()
     adapter, is_new = _find(name), False
     if adapter is None:

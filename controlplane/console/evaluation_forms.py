@@ -238,3 +238,8 @@ class FromCapturedForm(forms.Form):
     after = forms.DateField(
         label="From", required=False, widget=forms.DateInput(attrs={"type": "date"})
     )
+    append = forms.BooleanField(
+        label="Add to the rows that it has",
+        required=False,
+        help_text="Each request once. Else they are replaced.",
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from django import forms
 
+from contract.training import BOUNDS
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.tenants.models import slug_validator
@@ -32,6 +33,14 @@ class DatasetForm(forms.Form):
     )
 
 
+def _number(name: str, label: str | None = None, help_text: str = "") -> forms.IntegerField:
+    """Return the field of a hyperparameter, with the bounds that the trainer has for it."""
+    is_whole, least, most = BOUNDS[name]
+    kind = forms.IntegerField if is_whole else forms.FloatField
+    bounds: dict[str, Any] = {"min_value": least, "max_value": most}
+    return kind(label=label, required=False, help_text=help_text, **bounds)
+
+
 class TrainForm(forms.Form):
     """Starts a training run of an existing or a new adapter."""
 
@@ -54,15 +63,28 @@ class TrainForm(forms.Form):
         empty_label="The adapter’s own",
         help_text="Needed for a new adapter.",
     )
-    epochs = forms.FloatField(required=False, help_text="How often to read the whole dataset.")
-    rank = forms.IntegerField(
-        required=False, help_text="A larger rank learns more and answers more slowly."
+    epochs = _number("epochs", help_text="How often to read the whole dataset.")
+    rank = _number("rank", help_text="A larger rank learns more and answers more slowly.")
+    learning_rate = _number("learning_rate", "Learning rate")
+    max_length = _number(
+        "max_length", "Longest row", "In tokens, 512 if empty. A longer row is an error."
     )
-    learning_rate = forms.FloatField(label="Learning rate", required=False)
-    max_length = forms.IntegerField(
-        label="Longest row",
+    batch_size = _number("batch_size", "Rows of a batch", "8 if empty.")
+    gradient_accumulation = _number(
+        "gradient_accumulation", "Batches of a step", "More, of fewer rows, take less memory."
+    )
+    checkpoints = _number(
+        "checkpoints", "Checkpoints to keep", "Adapters on the way, as versions that answer."
+    )
+    packing = forms.BooleanField(
+        label="Pack short rows",
         required=False,
-        help_text="In tokens, 512 if empty. A longer row is an error.",
+        help_text="Rows of very different lengths share a sequence.",
+    )
+    gradient_checkpointing = forms.BooleanField(
+        label="Recompute activations",
+        required=False,
+        help_text="Takes less memory, and about a third longer.",
     )
     validation_dataset = forms.ModelChoiceField(
         label="Validate with",
@@ -71,41 +93,48 @@ class TrainForm(forms.Form):
         required=False,
         empty_label="a share of the rows, or nothing",
     )
-    validation_share = forms.FloatField(
-        label="Share to validate with",
-        required=False,
-        help_text="0.1: a tenth of the prompts, always the same ones. They are not trained on.",
+    validation_share = _number(
+        "validation_share",
+        "Share to validate with",
+        "0.1: a tenth of the prompts, always the same ones. They are not trained on.",
     )
-    eval_steps = forms.IntegerField(
-        label="Steps between validations", required=False, help_text="Empty: ten validations."
-    )
-    patience = forms.IntegerField(
-        label="Stop early after",
-        required=False,
-        help_text="So many validations without a better loss. The best state is kept.",
+    eval_steps = _number("eval_steps", "Steps between validations", "Empty: ten validations.")
+    patience = _number(
+        "patience",
+        "Stop early after",
+        "So many validations without a better loss. The best state is kept.",
     )
 
     #: Fields that are the run's hyperparameters.
     SETTINGS = (
         *("epochs", "rank", "learning_rate", "max_length"),
         *("validation_share", "eval_steps", "patience"),
+        *("batch_size", "gradient_accumulation", "checkpoints"),
+        *("packing", "gradient_checkpointing"),
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in ("dataset", "validation_dataset"):
             choices(self, name).queryset = Dataset.objects.order_by("name")
+        self._only_base: BaseModel | None = None
         base_models = BaseModel.objects.filter(is_serving()).order_by("name")
         if len(base_models) > 1:
             choices(self, "base_model").queryset = base_models
         else:
             # There is no choice.
             del self.fields["base_model"]
+            self._only_base = base_models.first()
+
+    def chosen_base(self) -> BaseModel | None:
+        """Return the base model of a new adapter; None: it is not chosen. The form is valid."""
+        chosen: BaseModel | None = self.cleaned_data.get("base_model")
+        return chosen or self._only_base
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return those that were filled in; the form must be valid."""
         filled = ((name, self.cleaned_data[name]) for name in self.SETTINGS)
-        return {name: value for name, value in filled if value is not None}
+        return {name: value for name, value in filled if value not in (None, False)}
 
 
 class ScheduleForm(forms.Form):

@@ -144,6 +144,7 @@ urlpatterns = [
     path(f"{_ALIAS}/ramp/<str:move>", aliases.move_ramp, name="move_ramp"),
     path(f"{_ALIAS}/delete", aliases.delete_alias, name="delete_alias"),
     path("training", training.training, name="training"),
+    path("training/cost", training.run_cost, name="run_cost"),
     path("training/datasets", training.upload_dataset, name="upload_dataset"),
     path("training/datasets/<str:name>", training.dataset, name="dataset"),
     path(

@@ -48,6 +48,7 @@ _RELATED = (
 )
 
 Status = GateDecision.Status
+_TRAINED = (AdapterVersion.Source.TRAINING, AdapterVersion.Source.CHECKPOINT)
 
 
 def version_ready(adapter: Adapter, version: AdapterVersion, **_: Any) -> None:
@@ -196,7 +197,7 @@ def _decide(gate: GateDecision, policy: GatePolicy) -> None:
     pairs = [pair_of(both, is_leaked=both.case.prompt_sha256 in leaked) for both in both_runs]
     decision = decide(pairs, policy.decision)
     reasons = list(decision.reasons)
-    if gate.version.source != AdapterVersion.Source.TRAINING:
+    if gate.version.source not in _TRAINED:
         reasons.append("It was not trained here: nobody can say whether it knows the cases.")
     outcome = {"promote": "promoted", "canary": "canary", "hold": "held"}[policy.on_pass]
     if decision.verdict != Verdict.PROMOTE:

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from django.db.models import Q
+
 from contract import chat_rows
 from contract.line_reader import lines
 from contract.row_messages import Row
@@ -59,7 +61,8 @@ def trained_digests(version_id: uuid.UUID, among: Set[str]) -> set[str]:
     Of an uploaded version none is known. A dataset's own digests may be many: they are not kept.
     Raises RowsGone, Unavailable when the store does not answer.
     """
-    run = TrainingRun.objects.filter(version_id=version_id).first()
+    made_it = Q(version_id=version_id) | Q(checkpoints__version_id=version_id)
+    run = TrainingRun.objects.filter(made_it).first()
     if run is None:
         return set()
     try:

@@ -127,6 +127,13 @@ class _FilterSerializer(StrictSerializer):
     captured_before = serializers.DateTimeField(required=False, allow_null=True, default=None)
 
 
+class _FromFilterSerializer(_FilterSerializer):
+    append = serializers.BooleanField(
+        default=False,
+        help_text="Add those that it does not have behind its rows, instead of replacing them.",
+    )
+
+
 class _QueryFilterSerializer(_FilterSerializer):
     only = ChoiceField([(name, name) for name in ("any", *captured.ONLY)], default="any")
 
@@ -199,6 +206,7 @@ class CapturedRequestView(TenantAPIView):
 class _FromCapturedSerializer(serializers.Serializer[Any]):
     object = serializers.CharField(default="dataset_from_captured")
     dataset = DatasetSerializer()
+    num_added = serializers.IntegerField(help_text="Rows that its current version has added.")
     num_left_out = serializers.IntegerField(
         help_text="Captured requests that give no row, or that there was no room for."
     )
@@ -208,19 +216,23 @@ class DatasetFromCapturedView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.TRAINING_WRITE}
 
     @extend_schema(
-        "dataset_from_captured", request=_FilterSerializer, responses={201: _FromCapturedSerializer}
+        "dataset_from_captured",
+        request=_FromFilterSerializer,
+        responses={201: _FromCapturedSerializer},
     )
     def post(self, request: Request, name: str) -> Response:
         """Make the data set of this name from captured requests; needs requests:content, too.
 
-        Corrected answers stand in place of the model's. It replaces a data set of this name.
+        Corrected answers stand in place of the model's. It replaces a data set of this name, unless
+        `append` is true: then a request is added once.
         """
         authorize(self.principal, Permission.REQUESTS_CONTENT)
-        wanted = _filter(_FilterSerializer.parsed(request))
-        made = dataset_from_captured(name=name, wanted=wanted)
+        body = _FromFilterSerializer.parsed(request)
+        made = dataset_from_captured(name=name, wanted=_filter(body), appends=body["append"])
         answer = {
             "object": "dataset_from_captured",
             "dataset": DatasetSerializer(made.dataset).data,
+            "num_added": made.num_added,
             "num_left_out": made.num_left_out,
         }
         return Response(answer, status=201)

@@ -12,7 +12,7 @@ from rest_framework.response import Response
 from controlplane.errors import InvalidRequest
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
-from controlplane.tenants.auth import Permission
+from controlplane.tenants.auth import Permission, authorize
 from controlplane.training import sources
 from controlplane.training.models import DatasetPull, DatasetSource
 
@@ -20,10 +20,12 @@ from controlplane.training.models import DatasetPull, DatasetSource
 _PLACE: dict[str, dict[str, str | None]] = {
     "s3": {"endpoint": None, "region": "us-east-1", "bucket": None, "prefix": ""},
     "hub": {"repository": None, "revision": "main", "prefix": ""},
+    "captured": {"only": "good", "model": ""},
 }
 _SECRETS = {
     "s3": ("access_key_id", "secret_access_key", "session_token"),
     "hub": ("token",),
+    "captured": (),
 }
 
 
@@ -44,7 +46,8 @@ class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
     dataset = serializers.CharField(source="name")
     place = serializers.DictField(
         child=serializers.CharField(),
-        help_text="endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub.",
+        help_text="endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub; "
+        "only, model of captured.",
     )
     is_pulling = serializers.SerializerMethodField(help_text="A pull is due, or under way.")
     last_pull = serializers.SerializerMethodField()
@@ -66,7 +69,7 @@ class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
 
 
 class DatasetSourceSetSerializer(StrictSerializer):
-    kind = serializers.ChoiceField(choices=["s3", "hub"])
+    kind = serializers.ChoiceField(choices=["s3", "hub", "captured"])
     endpoint = serializers.CharField(
         required=False, max_length=300, help_text="Of s3: https://s3.eu-central-1.amazonaws.com"
     )
@@ -83,6 +86,14 @@ class DatasetSourceSetSerializer(StrictSerializer):
         max_length=1000,
         allow_blank=True,
         help_text="An object's key, or the beginning of keys that end in .jsonl.",
+    )
+    only = serializers.CharField(
+        required=False,
+        max_length=16,
+        help_text="Of captured requests: all, corrected; else `good`, or corrected.",
+    )
+    model = serializers.CharField(
+        required=False, max_length=200, help_text="Of captured requests: as they named it."
     )
     access_key_id = serializers.CharField(required=False, max_length=2000, write_only=True)
     secret_access_key = serializers.CharField(required=False, max_length=2000, write_only=True)
@@ -130,11 +141,14 @@ class DatasetSourceView(TenantAPIView):
 
     @extend_schema(request=DatasetSourceSetSerializer, responses=DatasetSourceSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Set where rows are pulled from: a bucket of S3, or a dataset of the Hub.
+        """Set where rows are pulled from: a bucket of S3, a dataset of the Hub, captured requests.
 
-        The dataset need not exist. Credentials are stored encrypted, and never shown.
+        The dataset need not exist. Credentials are stored encrypted, and never shown. Captured
+        requests need requests:content, too.
         """
         body = DatasetSourceSetSerializer.parsed(request)
+        if body["kind"] == DatasetSource.Kind.CAPTURED:
+            authorize(self.principal, Permission.REQUESTS_CONTENT)
         place, secrets = _divided(body)
         source = sources.source_set(
             name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import uuid
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from contract.training import Hyperparameters
 from controlplane.adapters.services import adapter_get
 from controlplane.deletion import services as deletion
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
@@ -31,9 +33,8 @@ _APPEND = OpenApiParameter(
 )
 _ADAPTER = OpenApiParameter("adapter", str, description="Only the runs of this adapter.")
 _HYPERPARAMETERS_HELP = (
-    "rank, alpha, target_modules, epochs, max_steps, batch_size, learning_rate, warmup_steps, "
-    "max_length, truncate, seed, validation_share, eval_steps, patience; the trainer's defaults "
-    "apply to those left out."
+    f"{', '.join(field.name for field in dataclasses.fields(Hyperparameters))}; the trainer's "
+    "defaults apply to those left out."
 )
 _VALIDATION_HELP = "Rows to validate with, instead of a `validation_share` of the dataset's."
 

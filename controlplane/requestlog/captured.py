@@ -6,17 +6,19 @@ import dataclasses
 import datetime as dt
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from django.db import transaction
-from django.db.models import Q, QuerySet
+from django.db.models import ExpressionWrapper, F, JSONField, Q, QuerySet, Value
+from django.db.models.expressions import CombinedExpression
 from django.utils import timezone
 
 from contract.row_messages import WrongRow, read_row
 from contract.tool_calls import read_calls
 from controlplane.audit.services import record, record_named
-from controlplane.errors import InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra.metrics import FEEDBACK
 from controlplane.requestlog import sealing
 from controlplane.requestlog.capture import CaptureRule, capture_policy
@@ -47,6 +49,8 @@ class Filter:
     model: str | None = None
     after: dt.datetime | None = None
     before: dt.datetime | None = None
+    #: Not those whose rows this dataset has.
+    unless_in: uuid.UUID | None = None
 
     def rows(self) -> QuerySet[CapturedRequest]:
         """Return the rows that have not expired, newest first."""
@@ -58,6 +62,8 @@ class Filter:
             rows = rows.filter(created_at__gte=self.after)
         if self.before is not None:
             rows = rows.filter(created_at__lt=self.before)
+        if self.unless_in is not None:
+            rows = rows.exclude(datasets__contains=[str(self.unless_in)])
         is_corrected = ~Q(sealed_answer=b"")
         wanted = {
             "all": ~Q(rating=Rating.BAD) | is_corrected,
@@ -73,11 +79,15 @@ ONLY = ("all", "good", "corrected")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """JSONL to train on, and how many captured requests gave no row."""
+    """JSONL to train on, and how many captured requests gave no row.
+
+    keys  of those that gave one
+    """
 
     content: bytes
     num_rows: int
     num_left_out: int
+    keys: list[uuid.UUID]
 
 
 def request_id_of(name: str) -> str:
@@ -163,6 +173,7 @@ def _call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 def rows_of(wanted: Filter) -> Rows:
     """Return the newest captured requests as rows, the oldest of them first."""
     policy, lines, num_bytes, num_left_out = capture_policy(), [], 0, 0
+    keys: list[uuid.UUID] = []
     found = _chunks(wanted.rows()[:MAX_ROWS])
     for captured in found:
         try:
@@ -174,8 +185,29 @@ def rows_of(wanted: Filter) -> Rows:
             num_left_out += 1 + sum(1 for _ in found)
             break
         lines.append(line)
+        keys.append(captured.pk)
         num_bytes += len(line)
-    return Rows(b"".join(reversed(lines)), len(lines), num_left_out)
+    return Rows(b"".join(reversed(lines)), len(lines), num_left_out, keys)
+
+
+def dataset_note(*, dataset_id: uuid.UUID, keys: list[uuid.UUID], appends: bool) -> None:
+    """Note that a dataset has the rows of these captured requests; call it in its transaction.
+
+    appends  False: it has no others any more
+    Raises Conflict when another call has added one of them meanwhile.
+    """
+    name = str(dataset_id)
+    if not appends:
+        before = CapturedRequest.objects.filter(datasets__contains=[name])
+        for captured in before.only("pk", "datasets").iterator(chunk_size=_CHUNK):
+            others = [each for each in captured.datasets if each != name]
+            CapturedRequest.objects.filter(pk=captured.pk).update(datasets=others)
+    new = CapturedRequest.objects.filter(pk__in=keys).exclude(datasets__contains=[name])
+    known = CapturedRequest.objects.filter(pk__in=keys, datasets__contains=[name])
+    if known.exists():
+        raise Conflict("These captured requests are being added already.", code="append_under_way")
+    joined = CombinedExpression(F("datasets"), "||", Value([name], JSONField()))
+    new.update(datasets=ExpressionWrapper(joined, JSONField()))
 
 
 def _chunks(rows: QuerySet[CapturedRequest]) -> Iterator[CapturedRequest]:

@@ -108,6 +108,10 @@ class CapturedRequest(TenantModel):
     #: Of both.
     num_bytes = models.PositiveIntegerField()
     rating = models.CharField(max_length=8, choices=Rating, blank=True, default="")
+    #: The ids of the datasets that were made of it or have its row behind theirs.
+    datasets = models.JSONField(
+        default=list, blank=True, db_default=models.Value([], models.JSONField())
+    )
     #: Whether there is feedback: such rows make room last.
     is_rated = models.BooleanField(default=False)
 

@@ -47,7 +47,9 @@ def runs_train_together(runs: list[TrainingRun]) -> None:
     """Train and publish runs of one base model that were claimed; returns when all have ended."""
     folders_sweep()
     with scratch_folder("batch-") as folder:
-        child = BatchChild(folder, len(runs), settings.TRAINER_ENVIRONMENT)
+        child = BatchChild(
+            folder, len(runs), settings.TRAINER_ENVIRONMENT, settings.TRAINING_SOCKET
+        )
         threads = [
             threading.Thread(target=_train_one, args=(run, child), name=f"run-{run.pk}")
             for run in runs

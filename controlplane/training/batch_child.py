@@ -55,13 +55,17 @@ class BatchChild:
     """One child process for the runs of several threads.
 
     folder        for what it writes to standard error
+    worker        the socket of a serving worker that trains them; empty: the child trains
     num_runs      threads that `train`, or `leave` without it
     num_training  those that `train` now
     """
 
-    def __init__(self, folder: Path, num_runs: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, num_runs: int, environment: Mapping[str, str], worker: str = ""
+    ) -> None:
         self._stderr = folder / "stderr.log"
         self._environment = {**_ALLOCATOR, **environment}
+        self._worker = worker
         self._num_runs = self._missing = num_runs
         self.num_training = 0
         self._changed = threading.Condition()
@@ -147,6 +151,7 @@ class BatchChild:
                 str(CHECKPOINT_S),
                 "--max-runs",
                 str(len(paths)),
+                *(("--worker", self._worker) if self._worker else ()),
             ]
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "worker.train_many", *options, "-", *paths],

@@ -37,6 +37,7 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import contents, events, picking, sending, size
 from controlplane.training.attempt import Attempt
 from controlplane.training.endings import Fault, run_abandon, run_finish, run_give_back
+from controlplane.training.kept_adapters import KeptAdapters
 from controlplane.training.kept_folders import folders_sweep, kept_folder
 from controlplane.training.lease import (
     PUBLISHING_LEASE,
@@ -129,6 +130,7 @@ def run_train_kept(
     with kept_folder(run.pk, run.attempts) as kept:
         state = SavedState(run, kept.path, num_sharing)
         attempt = Attempt(run, num_sharing)
+        adapters = KeptAdapters(run, kept.path, attempt.warn)
 
         def train(job: TrainJob, folder: Path, listener: Listener, **kwargs: Any) -> None:
             state.fetch()
@@ -138,13 +140,18 @@ def run_train_kept(
                 nonlocal step
                 step = progress.get("saved_step", step)
                 is_ours = listener(progress)
-                if is_ours and (problem := state.store_if_due(step)):
-                    attempt.warn(problem)
+                if is_ours:
+                    adapters.publish_if_due()
+                    if problem := state.store_if_due(step):
+                        attempt.warn(problem)
                 return is_ours
 
-            job = dataclasses.replace(job, checkpoint=state.path, checkpoint_s=CHECKPOINT_S)
+            job = dataclasses.replace(
+                job, checkpoint=state.path, checkpoint_s=CHECKPOINT_S, kept_dir=adapters.path
+            )
             try:
                 trainer(job, folder, listen, lock=kept.lock, **kwargs)
+                adapters.publish_now()
             except (TrainingPaused, TrainerStopped, TrainingFailed):
                 state.store_now(step)
                 raise
@@ -152,6 +159,7 @@ def run_train_kept(
         try:
             run_train(run, kept.path, attempt, train)
         finally:
+            adapters.close()
             state.close()
 
 

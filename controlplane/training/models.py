@@ -124,6 +124,7 @@ class DatasetSource(TenantModel):
     class Kind(models.TextChoices):
         S3 = "s3"
         HUB = "hub"
+        CAPTURED = "captured"
 
     #: The dataset's; the first pull makes it if there is none.
     name = models.CharField(max_length=63, validators=[slug_validator])
@@ -312,6 +313,29 @@ class TrainingEvent(PublicIdModel):
 
     class Meta:
         indexes = [models.Index(fields=["run", "id"], name="training_events_of_run")]
+
+
+class TrainingCheckpoint(TenantModel):
+    """The adapter as it was after a step of a run, kept as a version: see `training.kept_adapters`.
+
+    It is deleted with its version or its run; at most `checkpoints` of a run's hyperparameters.
+    """
+
+    run = models.ForeignKey(TrainingRun, on_delete=models.CASCADE, related_name="checkpoints")
+    step = models.PositiveIntegerField()
+    #: train_loss, and full_valid_loss if the step was validated.
+    metrics = models.JSONField(default=dict)
+    version = models.OneToOneField(
+        AdapterVersion, on_delete=models.CASCADE, related_name="checkpoint"
+    )
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(fields=["run", "step"], name="training_checkpoint_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.run_id} after step {self.step}"
 
 
 class Schedule(TenantModel):

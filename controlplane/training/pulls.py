@@ -35,7 +35,14 @@ from controlplane.infra.temp_folders import scratch_folder
 from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import contents, pull_sources, row_check, sources, versions
+from controlplane.training import (
+    captured_rows,
+    contents,
+    pull_sources,
+    row_check,
+    sources,
+    versions,
+)
 from controlplane.training.contents import Rows
 from controlplane.training.models import Dataset, DatasetPull, DatasetSource, dataset_key
 from controlplane.training.pull_sources import Place, PullFailed, Remote
@@ -214,6 +221,9 @@ def _end(
 
 def _pull(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
     """Raises PullFailed, LeaseLost, ApiError, STORE_OUTAGE."""
+    if source.kind == DatasetSource.Kind.CAPTURED:
+        _pull_captured(source, pull, lease)
+        return
     place = pull_sources.unsealed(source.kind, source.place, source.sealed)
     with scratch_folder("pull-") as folder:
         news = _Reading(source, place, lease, folder).news()
@@ -233,6 +243,25 @@ def _pull(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
         if is_new:
             pull.version, pull.added_rows = dataset.version, rows.num_rows
         _end(source, pull, lease)
+
+
+def _pull_captured(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
+    """Add the captured requests whose rows the dataset does not have. Raises as `_pull`."""
+    wanted = captured_rows.source_filter(source.place)
+    lease.renew()
+    pull.status = Status.UNCHANGED
+    try:
+        made = captured_rows.dataset_from_captured(
+            name=source.name, wanted=wanted, appends=True, kind=versions.Kind.PULL
+        )
+    except InvalidRequest as error:
+        if error.code != "nothing_captured":
+            raise
+    else:
+        if made.num_added:
+            pull.status, pull.version = Status.ADDED, made.dataset.version
+            pull.added_rows = made.num_added
+    _end(source, pull, lease)
 
 
 def _stored(source: DatasetSource, news: _News, lease: _Lease) -> Rows:

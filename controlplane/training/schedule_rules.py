@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contract.daily_window import DailyWindow
 from controlplane.errors import InvalidRequest
-from controlplane.infra.daily_window import DailyWindow
 from controlplane.training.models import Schedule
 
 MIN_GRACE, MAX_GRACE = dt.timedelta(minutes=1), dt.timedelta(days=7)

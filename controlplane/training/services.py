@@ -65,6 +65,16 @@ def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Datas
     the store does not answer.
     """
     versions.name_check(name)
+    rows = rows_store(content)
+    kind = versions.Kind.APPEND if appends else versions.Kind.UPLOAD
+    return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)
+
+
+def rows_store(content: bytes) -> contents.Rows:
+    """Check chat JSONL, and store it where versions of datasets read theirs.
+
+    Raises what `dataset_upload` raises.
+    """
     if len(content) > MAX_DIRECT_BYTES:
         raise PayloadTooLarge(
             f"An upload by one request can have at most {MAX_DIRECT_BYTES} bytes. Upload more as "
@@ -81,9 +91,7 @@ def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Datas
         storage.put_bytes(dataset_key(tenant_id, sha256), content)
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
-    rows = contents.Rows(sha256=sha256, num_bytes=len(content), num_rows=found.num_rows)
-    kind = versions.Kind.APPEND if appends else versions.Kind.UPLOAD
-    return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)
+    return contents.Rows(sha256=sha256, num_bytes=len(content), num_rows=found.num_rows)
 
 
 def dataset_get(*, name: str, param: str | None = None) -> Dataset:

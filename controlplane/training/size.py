@@ -18,13 +18,15 @@ def num_steps(hyperparameters: dict[str, Any], num_rows: int) -> int:
     """Return the number of steps, as the trainer counts them."""
     if hyperparameters.get("max_steps"):
         return int(hyperparameters["max_steps"])
-    a_pass = math.ceil(num_rows / _of(hyperparameters, "batch_size"))
+    num_batches = math.ceil(num_rows / _of(hyperparameters, "batch_size"))
+    a_pass = math.ceil(num_batches / _of(hyperparameters, "gradient_accumulation"))
     return int(max(1, round(a_pass * _of(hyperparameters, "epochs"))))
 
 
 def most_tokens(hyperparameters: dict[str, Any], num_rows: int) -> int:
     """Return the most tokens that a training reads, if every row has the maximum length."""
-    a_step = min(_of(hyperparameters, "batch_size"), num_rows) * _of(hyperparameters, "max_length")
+    rows = _of(hyperparameters, "batch_size") * _of(hyperparameters, "gradient_accumulation")
+    a_step = min(rows, num_rows) * _of(hyperparameters, "max_length")
     return int(num_steps(hyperparameters, num_rows) * a_step)
 
 
@@ -41,8 +43,8 @@ def check(hyperparameters: dict[str, Any], num_rows: int) -> None:
     tokens, most = most_tokens(hyperparameters, num_rows), quotas.allowed("training_tokens")
     if tokens > most:
         raise InvalidRequest(
-            f"The run would read up to {tokens} tokens (steps x batch_size x max_length); your "
-            f"organization's limit is {most}.",
+            f"The run would read up to {tokens} tokens (steps x batch_size x "
+            f"gradient_accumulation x max_length); your organization's limit is {most}.",
             param="hyperparameters",
             code="training_too_long",
         )

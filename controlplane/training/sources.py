@@ -17,7 +17,7 @@ from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra import outbound
 from controlplane.infra.outbound_policy import Refused
 from controlplane.tenants.models import is_slug
-from controlplane.training import cron, pull_sources, versions
+from controlplane.training import captured_rows, cron, pull_sources, versions
 from controlplane.training.models import DatasetPull, DatasetSource
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,17 @@ def source_set(
 ) -> DatasetSource:
     """Make or replace the source of the dataset of this name, which need not exist yet.
 
-    place    endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub
+    place    endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub; only and
+             model of captured requests
     secrets  access_key_id, secret_access_key, session_token; or token
     Objects that were pulled from the same place are not pulled again. Raises InvalidRequest that
     names the field, Conflict for too many sources.
     """
     versions.name_check(name)
-    pull_sources.PLACES[kind](place, secrets)
+    if kind == DatasetSource.Kind.CAPTURED:
+        captured_rows.source_filter(place)
+    else:
+        pull_sources.PLACES[kind](place, secrets)
     if kind == DatasetSource.Kind.S3:
         try:
             outbound.check(f"{place['endpoint']}/")

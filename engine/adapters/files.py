@@ -62,6 +62,7 @@ class AdapterReader:
 
     base       the model's weights, on which some adapters depend
     digest_of  if given, `load` refuses files that do not have the expected digest
+    reads_draft_heads  whether an adapter's draft heads get room and are read, or are left
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class AdapterReader:
         layout: PageLayout,
         base: BaseWeights,
         digest_of: DigestOf | None = None,
+        reads_draft_heads: bool = False,
     ) -> None:
+        self._reads_draft_heads = reads_draft_heads
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
         #: Whether a digest always means the same content.
@@ -90,7 +93,7 @@ class AdapterReader:
 
     def place(self, plan: AdapterPlan) -> TileMap:
         """Decide where the adapter's values go in its pages."""
-        return place_tiles(plan, self._model, self._layout)
+        return place_tiles(plan, self._model, self._layout, has_draft_heads=self._reads_draft_heads)
 
     def load(self, digest: str, path: Path, room: HostPages) -> None:
         """Read the adapter into `room` and set its tiles and content.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from contract.adapter_fit import AdaptedMatrix, fit_adapter
 from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
+from contract.draft_heads import DraftHead
 from contract.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
@@ -94,6 +95,7 @@ class AdapterPlan:
     copies      tensors that PEFT writes beside an adapted embedding or head and that must equal a
                 matrix of the base: tensor's name -> matrix
     is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
+    draft_heads what guesses further tokens, see `contract.draft_heads`
     """
 
     targets: tuple[Target, ...]
@@ -103,6 +105,7 @@ class AdapterPlan:
     is_tied: bool = False
     new_embedding: Replacement | None = None
     new_head: Replacement | None = None
+    draft_heads: tuple[DraftHead, ...] = ()
     file_bytes: int
 
     @property
@@ -157,6 +160,7 @@ def plan_adapter(
         is_tied=fitted.is_tied,
         new_embedding=new_embedding,
         new_head=new_head,
+        draft_heads=fitted.draft_heads,
         file_bytes=file_bytes,
     )
 

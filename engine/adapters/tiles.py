@@ -23,6 +23,7 @@ from engine.adapters.values import (
     AppliedValues,
     applied_values,
     check_copies,
+    finite,
     replaced_rows,
 )
 from engine.model.config import ModelConfig
@@ -84,6 +85,20 @@ class RowMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadMap:
+    """Where a draft head's matrices lie, down [R, E] and up [E, R]; offsets as in VocabMap."""
+
+    down: Blocks
+    up: Blocks
+
+    def moved(self, move: Callable[[Int64s], Int64s]) -> HeadMap:
+        return HeadMap(
+            down=replace(self.down, offsets=move(self.down.offsets)),
+            up=replace(self.up, offsets=move(self.up.offsets)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
     """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
@@ -94,6 +109,7 @@ class TileMap:
     shift_offset    [L * 7] of vectors to add; None: no projection has one
     embedding, head  None: the adapter has no LoRA there
     new_embedding, new_head  None: it replaces no rows there
+    draft_heads     in their order; none where they are not used
     """
 
     num_pages: int
@@ -109,6 +125,7 @@ class TileMap:
     head: VocabMap | None = None
     new_embedding: RowMap | None = None
     new_head: RowMap | None = None
+    draft_heads: tuple[HeadMap, ...] = ()
 
     @property
     def replaces(self) -> bool:
@@ -172,6 +189,7 @@ class TileMap:
             head=None if self.head is None else self.head.moved(move),
             new_embedding=None if self.new_embedding is None else self.new_embedding.moved(move),
             new_head=None if self.new_head is None else self.new_head.moved(move),
+            draft_heads=tuple(head.moved(move) for head in self.draft_heads),
         )
 
 
@@ -254,8 +272,12 @@ class _Packer:
         return Blocks(rows=rows, width=width, block_rows=block_rows, offsets=offsets)
 
 
-def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> TileMap:
+def place_tiles(
+    plan: AdapterPlan, model: ModelConfig, layout: PageLayout, *, has_draft_heads: bool = False
+) -> TileMap:
     """Decide where everything lies: the embedding first, then the layers in order, then the head.
+
+    has_draft_heads  whether there is room for the draft heads, too: they lie last
 
     A projection's tiles are adjacent, so that they can be read as one matrix, except at a page's
     end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
@@ -288,6 +310,7 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
     head = _place_vocab(packer, plan.head, model)
     is_shared = plan.new_head == plan.new_embedding
     new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
+    draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()
     num_pages, tail_sub_pages = packer.pack()
     return TileMap(
         num_pages=num_pages,
@@ -303,6 +326,15 @@ def place_tiles(plan: AdapterPlan, model: ModelConfig, layout: PageLayout) -> Ti
         head=head,
         new_embedding=new_embedding,
         new_head=new_head,
+        draft_heads=draft_heads,
+    )
+
+
+def _place_heads(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> tuple[HeadMap, ...]:
+    hidden = model.hidden_size
+    return tuple(
+        HeadMap(down=packer.blocks(head.rank, hidden), up=packer.blocks(hidden, head.rank))
+        for head in plan.draft_heads
     )
 
 
@@ -367,6 +399,9 @@ def fill_tiles(
     is_shared = plan.new_head == plan.new_embedding
     if plan.new_head is not None and tiles.new_head is not None and not is_shared:
         _write_blocks(flat, tiles.new_head.blocks, replaced_rows(plan.new_head, tensor))
+    for head, room in zip(plan.draft_heads, tiles.draft_heads, strict=False):
+        for name, blocks in ((head.down, room.down), (head.up, room.up)):
+            _write_blocks(flat, blocks, finite(name, tensor(name)))
 
 
 def _fill_vocab(

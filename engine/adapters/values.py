@@ -43,8 +43,7 @@ def applied_values(
     """
     found = {name: tensor(name) for name in target.names}
     for name, value in found.items():
-        if not are_finite(value):
-            raise AdapterMismatch(f"tensor {name} has values that are not finite", param=name)
+        finite(name, value)
     a, b = found[target.a_name], found[target.b_name]
     gain = shift = None
     if target.bias is not None:
@@ -66,12 +65,16 @@ def applied_values(
     return AppliedValues(a, b, gain, shift)
 
 
+def finite(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values; raise AdapterMismatch naming it if one is not finite."""
+    if not are_finite(values):
+        raise AdapterMismatch(f"tensor {name} has values that are not finite", param=name)
+    return values
+
+
 def replaced_rows(replacement: Replacement, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Return the new rows [tokens, hidden size]; raise AdapterMismatch naming what is wrong."""
-    rows = tensor(replacement.name)
-    if not are_finite(rows):
-        name = replacement.name
-        raise AdapterMismatch(f"tensor {name} has values that are not finite", param=name)
+    rows = finite(replacement.name, tensor(replacement.name))
     if replacement.twin is not None and not torch.equal(rows, tensor(replacement.twin)):
         raise AdapterMismatch(
             f"tensor {replacement.twin} differs from the embedding's, but ensure_weight_tying is "

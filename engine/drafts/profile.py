@@ -25,19 +25,21 @@ class Source(enum.StrEnum):
     CHOICE  the grammar allows a few tokens; the same tenant's adapter and grammar last chose this
     LOOKUP  the prompt or the answer goes on with it behind the same tokens
     MEMORY  an earlier answer of the same tenant's adapters does
+    HEADS   the adapter's draft heads guess it
     """
 
     FORCED = "forced"
     CHOICE = "choice"
     LOOKUP = "lookup"
     MEMORY = "memory"
+    HEADS = "heads"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Drafts that are about equally likely to be right.
 
-    agreeing  for LOOKUP and MEMORY, how many tokens before it agree
+    agreeing  for LOOKUP and MEMORY, how many tokens before it agree; for HEADS, which head
     """
 
     source: Source
@@ -47,6 +49,7 @@ class Kind:
 #: Assumed before there is experience.
 _PRIORS = {Source.FORCED: 1.0, Source.CHOICE: 0.7}
 _LOOKUP_PRIORS = (0.0, 0.25, 0.5, 0.7)
+_HEAD_PRIORS = (0.7, 0.6, 0.5, 0.5)
 
 #: A place in a grammar: the token before, and the few tokens that are allowed.
 Place = tuple[int, tuple[int, ...]]
@@ -67,7 +70,8 @@ class Profile:
 
     def rate(self, kind: Kind) -> float:
         """Return the chance that a draft of this kind is right, if those before it are."""
-        prior = _PRIORS.get(kind.source, _LOOKUP_PRIORS[kind.agreeing])
+        priors = _HEAD_PRIORS if kind.source is Source.HEADS else _LOOKUP_PRIORS
+        prior = _PRIORS.get(kind.source, priors[kind.agreeing])
         return self._rates.get(kind, prior)
 
     def probes(self, kind: Kind) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.drafts.answers import AnswerMemory
+from engine.drafts.heads import HEADS, HeadState
 from engine.drafts.lookup import Copying, LookupIndex
 from engine.drafts.profile import Kind, Place, Profile, Source
 from engine.sampling.grammar import Matcher, Walk
@@ -26,6 +27,7 @@ class Known:
     profile: Profile
     index: LookupIndex = field(default_factory=LookupIndex)
     memory: AnswerMemory | None = None
+    heads: HeadState = field(default_factory=HeadState)
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ def propose(
     known: Known = sequence.drafting
     known.index.update(sequence.token_ids)
     own = _Drafting(sequence, matcher, most, least_chance)
-    while own.add_forced() or own.add_choice() or own.add_remembered() or own.add_copied():
+    while own.add_forced() or own.add_choice() or own.add_remembered() or own.add_likelier():
         pass
     return own.proposal
 
@@ -91,6 +93,7 @@ class _Drafting:
         self._recalling: Copying | None = None
         if (memory := known.memory) is not None:
             self._recalling = Copying(memory.index, memory.token_ids, sequence.token_ids)
+        self._heads = known.heads
         self._chance = 1.0
 
     def add_forced(self) -> bool:
@@ -118,7 +121,22 @@ class _Drafting:
         self.proposal.places.append(place)
         return False
 
-    def add_copied(self) -> bool:
+    def add_likelier(self) -> bool:
+        """Add what lookup or the adapter's heads guess: the one that was right more often first."""
+        rate, place = self.proposal.profile.rate, len(self.proposal.tokens)
+        if place >= len(self._heads.guesses):
+            return self._add_copied()
+        found = self._copying.next(self.proposal.tokens)
+        if found is not None and rate(_LOOKUPS[found[1]]) > rate(HEADS[place]):
+            return self._add_copied() or self._add_headed(place)
+        return self._add_headed(place) or self._add_copied()
+
+    def _add_headed(self, place: int) -> bool:
+        """Add the token that the adapter's head guesses for this place."""
+        is_probe = self._heads.is_probe and place == 0
+        return self._add_guess(self._heads.guesses[place], HEADS[place], is_probe=is_probe)
+
+    def _add_copied(self) -> bool:
         """Add the token that followed when the last ones stood there before."""
         return self._add_from(self._copying, _LOOKUPS)
 
@@ -131,11 +149,14 @@ class _Drafting:
         found = copying.next(self.proposal.tokens)
         if found is None or found[1] < least:
             return False
-        token_id, agreeing = found
+        return self._add_guess(found[0], kinds[found[1]])
+
+    def _add_guess(self, token_id: int, kind: Kind, *, is_probe: bool = False) -> bool:
+        """Add a token that stands for what the grammar was found to allow there, if any."""
         place = None
         if len(self.proposal.places) > len(self.proposal.tokens):
             place = self.proposal.places.pop()
-        is_added = self._add(token_id, kinds[agreeing], place)
+        is_added = self._add(token_id, kind, place, is_probe=is_probe)
         if not is_added:
             self.proposal.places.append(place)
         return is_added
@@ -144,14 +165,17 @@ class _Drafting:
     def _last(self) -> int:
         return (self.proposal.tokens or self._sequence.token_ids)[-1]
 
-    def _add(self, token_id: int, kind: Kind, place: Place | None = None) -> bool:
+    def _add(
+        self, token_id: int, kind: Kind, place: Place | None = None, *, is_probe: bool = False
+    ) -> bool:
         """Add a draft if it is legal and pays."""
         proposal = self.proposal
         count = len(proposal.tokens)
         if count >= self._most or token_id in self._sequence.stop_ids:
             return False
         chance = self._chance * proposal.profile.rate(kind)
-        if chance < self._least_chance(count) and not proposal.profile.probes(kind):
+        pays = is_probe or chance >= self._least_chance(count)
+        if not pays and not proposal.profile.probes(kind):
             return False
         if self._walk is not None and not self._walk.accept(token_id):
             return False

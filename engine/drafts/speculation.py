@@ -14,8 +14,10 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.drafts.answers import AnswerMemories
 from engine.drafts.costs import CPU, GPU
+from engine.drafts.heads import HeadDrafts
 from engine.drafts.profile import Profiles, Source
 from engine.drafts.proposer import Known, Proposal, propose
+from engine.execution.verification import Verification
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
 from engine.sequence import Row, Sequence, Step
@@ -31,11 +33,18 @@ class Speculation:
     """Adds drafts to steps; learns from their outcome.
 
     context_limit  tokens that a sequence may have
+    heads          those of adapters
     """
 
     def __init__(
-        self, config: EngineConfig, tables: PageTables, grammars: Grammars, context_limit: int
+        self,
+        config: EngineConfig,
+        tables: PageTables,
+        grammars: Grammars,
+        context_limit: int,
+        heads: HeadDrafts,
     ) -> None:
+        self._heads = heads
         self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
         self._is_on = config.speculation
         self.costs = CPU
@@ -61,8 +70,11 @@ class Speculation:
         self._num_unwaited += 1
         return self._num_unwaited % _WAIT_EVERY == 0
 
-    def propose(self, step: Step) -> None:
-        """Add drafts to the rows that sample."""
+    def propose(self, step: Step, *, is_ahead: bool = False) -> None:
+        """Add drafts to the rows that sample.
+
+        is_ahead  the step before is in flight: its tokens are not known, and there are no drafts
+        """
         if not self._is_on or step.new_pages is not None:
             return
         sampling = [row for row in step.rows if row.samples]
@@ -70,18 +82,16 @@ class Speculation:
             if row.sequence.request.remember:
                 self._remembered[row.sequence] = None
         num_rows = step.num_tokens
-        if not self._may_draft(step, len(sampling), num_rows):
+        if is_ahead or not self._may_draft(step, len(sampling), num_rows):
             return
-        for row in sampling:
-            room = min(step.budget, self.costs.max_rows - num_rows)
-            most = min(MAX_DRAFTS, room, self._most_useful(row.sequence))
+        drafting = [row for row in sampling if row.sequence.request.speculation]
+        self._ask_heads(step, drafting, len(sampling))
+        for row in drafting:
             sequence = row.sequence
-            is_known = sequence.token_ids[-1] >= 0  # else its last token is in flight
-            if most < 1 or not sequence.request.speculation or not is_known:
+            room = min(step.budget, self.costs.max_rows - num_rows)
+            most = min(MAX_DRAFTS, room, self._most_useful(sequence))
+            if most < 1:
                 continue
-            if sequence.drafting is None:
-                memory = self._answers.of(sequence)
-                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
             proposal = propose(
                 sequence,
                 self._grammars.matcher(sequence),
@@ -102,8 +112,30 @@ class Speculation:
             num_rows += num
             sequence.num_drafted += num
 
-    def settle(self) -> None:
-        """Give back the pages of wrong drafts and learn, once the step's tokens are known."""
+    def _ask_heads(self, step: Step, drafting: list[Row], num_sampling: int) -> None:
+        """Get the guesses of the adapters' heads; see that what they read next is kept."""
+        asked = []
+        for row in drafting:
+            sequence = row.sequence
+            if sequence.drafting is None:
+                memory = self._answers.of(sequence)
+                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
+            if self._heads.of(sequence):
+                step.keeps_states = True
+                known: Known = sequence.drafting
+                most = min(step.budget, self._most_useful(sequence))
+                asked.append((sequence, known.profile, known.heads, most))
+        least_chance = functools.partial(self.costs.least_chance, num_sampling, step.num_tokens)
+        self._heads.guess(asked, num_sampling, least_chance)
+
+    def settle(self, drafted: Verification | None = None) -> None:
+        """Give back the pages of wrong drafts and learn, once the step's tokens are known.
+
+        drafted  what chose the tokens, if there were drafts or their heads' states are kept
+        """
+        for sequence, state in drafted.last_states() if drafted is not None else ():
+            if sequence.is_running and sequence.drafting is not None:
+                sequence.drafting.heads.keep(state, sequence.num_tokens)
         for sequence in [s for s in self._remembered if s.has_ended]:
             del self._remembered[sequence]
             known: Known | None = sequence.drafting

@@ -13,6 +13,7 @@ import torch
 
 from engine.adapters.copies import Arrival
 from engine.adapters.store import AdapterStore
+from engine.execution.draft_heads import States
 from engine.execution.lora_extras import ExtrasTable
 from engine.execution.lora_table import Entries, EntryBuffers, EntryCache, LoraScope, join
 from engine.execution.prompt_scores import Scores, plan_scores
@@ -47,6 +48,7 @@ class Batch:
     is_drafted    whether sequences bring drafts behind one token each, and `max_new` is theirs
     has_unread    whether `token_ids` has placeholders, ~i for token i of the step before
     scores        the prompt log-probabilities to compute; None: there are none
+    states        takes what the LM head reads for `sample_rows`; None: nobody wants it
     """
 
     token_ids: torch.Tensor
@@ -66,6 +68,7 @@ class Batch:
     has_unread: bool = False
     is_drafted: bool = False
     scores: Scores | None = None
+    states: States | None = None
 
 
 class BatchBuilder:
@@ -98,8 +101,7 @@ class BatchBuilder:
 
     def build(self, step: Step) -> Batch:
         """Make the tensors of `step`; sort the step's rows into the order that runs fastest."""
-        self._arrange(step)
-        rows = step.rows
+        rows = self._arrange(step)
         lengths = np.fromiter((row.num_tokens for row in rows), np.int32, len(rows))
         starts = np.fromiter((row.sequence.num_computed for row in rows), np.int32, len(rows))
         query_start = np.zeros(len(rows) + 1, np.int32)
@@ -153,6 +155,7 @@ class BatchBuilder:
             has_unread=bool((token_ids < 0).any()),
             is_drafted=step.has_drafts and all(row.num_known == 1 for row in rows),
             scores=plan_scores(rows, query_start, self._device, extras_of),
+            states=States() if step.keeps_states else None,
         )
 
     def _extras_of(
@@ -168,8 +171,8 @@ class BatchBuilder:
             return None
         return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), rows)
 
-    def _arrange(self, step: Step) -> None:
-        """Sort the rows: those of one adapter stay adjacent, those of the base come last."""
+    def _arrange(self, step: Step) -> list[Row]:
+        """Sort the rows and return them: those of one adapter are adjacent, the base's are last."""
         order = self._adapter_order(row.sequence.adapter_key for row in step.rows)
         last = len(order)
         step.rows.sort(
@@ -178,6 +181,7 @@ class BatchBuilder:
                 order.get(row.sequence.adapter_key, last),
             )
         )
+        return step.rows
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return upload([values], self._device)[0]

@@ -289,6 +289,8 @@ class Decoder:
             batch.scores.compute(x, head, len(self._embedding))
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
+        if batch.states is not None:
+            batch.states.x = normed
         return self._logits(extended, normed)
 
     def _logits(
@@ -314,6 +316,10 @@ class Decoder:
     def embedding(self) -> torch.Tensor:
         """[V, E]"""
         return self._embedding
+
+    def head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, E] -> the base's logits [N, V]"""
+        return self._lm_head(x)
 
     def lm_head(self) -> torch.Tensor:
         """[V, E]"""

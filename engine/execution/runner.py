@@ -20,6 +20,7 @@ from engine.execution.decoder import (
     PagedAttention,
     TiledAdapters,
 )
+from engine.execution.draft_heads import DraftHeads
 from engine.execution.gpu_runner import GpuRunner, Tokens
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
@@ -49,6 +50,8 @@ class ModelRunner:
     weights  given, nothing is read from the model folder
 
     entry_buffers  where the adapters' table stays from one step to the next
+    draft_heads    None: those of adapters are not used, as on a GPU or without speculation
+    weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ModelRunner:
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
+        self.draft_heads: DraftHeads | None = None
         try:
             self._set_up(config, model, weights)
         except torch.OutOfMemoryError as error:
@@ -65,12 +69,15 @@ class ModelRunner:
                 f"{config.device} is too small for the weights, the graphs and an arena of "
                 f"{config.arena_bytes or 'any number of'} bytes"
             ) from error
+        if config.speculation and self._gpu is None:
+            self.draft_heads = DraftHeads(self.arena, self._decoder.head_logits)
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
+        self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,
             model=model,
@@ -151,7 +158,7 @@ class ModelRunner:
             return _chosen_on_device(step, gpu.replay(step.new_pages, masks), masks)
         step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
         is_free = batch.scores is None and processor.needs_logits_alone(sampling)
-        if step.has_drafts:
+        if step.has_drafts or batch.states is not None:
             return self._launch_drafted(step, batch, processor, is_free)
         if gpu is not None and is_free:
             masks = processor.masks(sampling)
@@ -172,7 +179,7 @@ class ModelRunner:
             choose = on_device(_read(tokens, masks))
         else:
             choose = on_host(self.run(batch), processor)
-        drafted = Verification(step.rows, choose, processor)
+        drafted = Verification(step.rows, choose, processor, batch.states)
         return InFlightStep(
             step=step,
             read=drafted.read,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.execution.draft_heads import States
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Sequence
@@ -30,12 +31,14 @@ class _Place:
     """Where a row's verification is.
 
     depth  number of drafts that were right
+    last   row of the logits that the newest token was chosen from
     next   row of the logits that the next token is chosen from, unless that is certain
     """
 
     row: Row
     next: int
     depth: int = 0
+    last: int = 0
 
     @property
     def certain(self) -> int | None:
@@ -82,10 +85,17 @@ class Verification:
 
     rows    of the step; some have drafts
     choose  returns the next tokens of sequences, from these rows of `Batch.sample_rows`
+    states  what the LM head read for these rows, if that is kept
     """
 
-    def __init__(self, rows: list[Row], choose: Choose, processor: LogitsProcessor) -> None:
-        self._choose_from, self._processor = choose, processor
+    def __init__(
+        self,
+        rows: list[Row],
+        choose: Choose,
+        processor: LogitsProcessor,
+        states: States | None = None,
+    ) -> None:
+        self._choose_from, self._processor, self._states = choose, processor, states
         self._places: list[_Place] = []
         self._right: list[_Place] = []  # whose newest token is the one drafted
         count = 0
@@ -116,6 +126,12 @@ class Verification:
                 commit(Row(sequence, 1))
             yield sequences, self._choose(going)
 
+    def last_states(self) -> Iterator[tuple[Sequence, torch.Tensor]]:
+        """Yield each sequence with a copy of what the LM head read [E] for its newest token."""
+        if self._states is not None and self._states.x is not None:
+            for place in self._places:
+                yield place.row.sequence, self._states.x[place.last].clone()
+
     def _choose(self, places: list[_Place]) -> list[Sampled]:
         """Return the next token of each place; find those that are right."""
         tokens: dict[int, Sampled] = {}
@@ -123,6 +139,8 @@ class Verification:
             if (certain := place.certain) is not None:
                 tokens[i] = self._processor.take(place.row.sequence, certain)
         chosen = [i for i in range(len(places)) if i not in tokens]
+        for i in chosen:
+            places[i].last = places[i].next
         if chosen:
             own = [places[i].row.sequence for i in chosen]
             found = self._choose_from([places[i].next for i in chosen], own)

@@ -17,6 +17,7 @@ class PageUse(enum.IntEnum):
     FREE = 0
     KV = 1
     ADAPTER = 2
+    LENT = 3
 
 
 class PagePool:
@@ -28,6 +29,7 @@ class PagePool:
     max_kv, max_adapter  the most pages of each use; None: all. The rest is always left to the
                          other use.
     time                 steps so far; owners note the last use of a page by it
+    is_short             somebody found too few pages since it was last set to False
     """
 
     def __init__(
@@ -35,15 +37,16 @@ class PagePool:
     ) -> None:
         self.num_pages = num_pages
         self.time = 0
+        self.is_short = False
         self._max_used = [
             num_pages if most is None else min(most, num_pages)
-            for most in (None, max_kv, max_adapter)
+            for most in (None, max_kv, max_adapter, None)
         ]
         # Popped from the end, so that low numbers go first and runs of pages come out in order.
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._refs = array("i", bytes(4 * num_pages))
         self._use = array("b", bytes(num_pages))
-        self._num_used = [0, 0, 0]
+        self._num_used = [0] * len(PageUse)
 
     @property
     def num_free(self) -> int:
@@ -81,6 +84,15 @@ class PagePool:
         self._num_used[use] += num_pages
         return pages
 
+    def take_these(self, pages: range, use: PageUse) -> None:
+        """Take these pages, all of which are free; slower than `take`."""
+        assert all(self._refs[page] == 0 for page in pages), "a page is taken"
+        self._free = array("i", (page for page in self._free if page not in pages))
+        for page in pages:
+            self._refs[page] = 1
+            self._use[page] = use
+        self._num_used[use] += len(pages)
+
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page."""
         for page in pages:
@@ -108,7 +120,7 @@ class PagePool:
             is_free = page in free
             assert is_free == (self._refs[page] == 0), f"page {page} is free and referenced"
             assert is_free == (self._use[page] == PageUse.FREE), f"page {page} has a wrong use"
-        for use in (PageUse.KV, PageUse.ADAPTER):
+        for use in (PageUse.KV, PageUse.ADAPTER, PageUse.LENT):
             assert self._num_used[use] == self._use.count(use), f"the count of {use} is wrong"
             assert self._num_used[use] <= self._max_used[use], f"{use} is over its limit"
         if owned is not None:

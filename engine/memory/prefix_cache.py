@@ -115,8 +115,15 @@ class PrefixCache:
 
     def evict_oldest(self) -> None:
         """Free the least recently used idle page, of which there is one."""
-        page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        self.evict_page(next(iter(self._idle)))
+
+    def is_idle(self, page: int) -> bool:
+        """Whether `evict_page` may free this page."""
+        return page in self._idle
+
+    def evict_page(self, page: int) -> None:
+        """Free an idle page; those behind it in its prefix are not found any more."""
+        del self._idle[page], self._page_of[self._key_of.pop(page)]
         self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:

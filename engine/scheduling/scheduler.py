@@ -223,7 +223,7 @@ class Scheduler:
             if victim is sequence and len(self.running) == 1:
                 if self._is_free_at_last(num_new, sequence):
                     break
-                if not self._adapters.is_copying:
+                if self._is_all_there_is():
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
             self._preempt(step, victim, PreemptionCause.PAGES)
@@ -361,11 +361,9 @@ class Scheduler:
 
         That happens if prefixes were pinned after the request had been accepted.
         """
-        is_alone = not self.running and self.waiting[0] is sequence
-        if not is_alone or self._adapters.is_copying:
+        if self.running or self.waiting[0] is not sequence or not self._is_all_there_is():
             return False
-        room = self._adapters.make_room(digest, sequence.digests)
-        return not room and not self._let_pinned_go()
+        return not (self._adapters.make_room(digest, sequence.digests) or self._let_pinned_go())
 
     def _claim_pages(self, step: Step, sequence: Sequence) -> bool:
         """Start the sequence if there are pages for it, and put its first chunk into the step."""
@@ -376,7 +374,7 @@ class Scheduler:
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
                 self.tables.give_back(pages)
-                if not self.running and not self._adapters.is_copying:
+                if not self.running and self._is_all_there_is():
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False
         self._start(sequence, pages)
@@ -393,7 +391,12 @@ class Scheduler:
             if self.waiting and self.waiting[0].rank < sequence.rank:
                 keep.update(self.waiting[0].digests)
             self._adapters.evict_idle(num_pages, keep=keep, use=use)
+            self._pool.is_short |= self._pool.missing(num_pages, use)[1] > 0
         return self._pool.can_take(num_pages, use)
+
+    def _is_all_there_is(self) -> bool:
+        """Whether no page comes free: none is lent, no adapter waits for its other parts."""
+        return not (self._adapters.is_copying or self._pool.num_used(PageUse.LENT))
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
         """As `_is_free`, for the only sequence that can run: keeps only its own adapters."""
@@ -404,10 +407,9 @@ class Scheduler:
         return self._pool.can_take(num_pages)
 
     def _has_too_many_adapters(self, sequence: Sequence) -> bool:
-        if self._limits.max_adapters is None:
-            return False
+        most = self._limits.max_adapters
         new = sum(digest not in self._in_use for digest in sequence.digests)
-        return new > 0 and len(self._in_use) + new > self._limits.max_adapters
+        return most is not None and new > 0 and len(self._in_use) + new > most
 
     def _start(self, sequence: Sequence, pages: list[int]) -> None:
         self._queue.leave(sequence, self._now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.training.active import ActiveRun
 from engine.training.errors import RunRefused
-from engine.training.parameters import AdapterLayout, Span, to_host
+from engine.training.parameters import AdapterLayout, Span, copy_in_pieces, to_host
 from engine.training.run import RunRequest, RunRows
 from kernels.training import Pools
 
@@ -52,11 +53,11 @@ def rows_digest(rows: RunRows) -> str:
     return digest.hexdigest()
 
 
-def take(run: ActiveRun, pools: Pools) -> Checkpoint:
-    """The run's state after its last optimiser step."""
+def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None) -> Checkpoint:
+    """The run's state after its last optimiser step; for `between` see `to_host`."""
     own = run.span.elements
     return Checkpoint(
-        tensors={name: to_host(getattr(pools, name)[own]) for name in TENSORS},
+        tensors={name: to_host(getattr(pools, name)[own], between) for name in TENSORS},
         state={
             "version": VERSION,
             "run_id": run.request.run_id,
@@ -87,10 +88,12 @@ def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
             raise RunRefused(f"its {name} is not that of this base", param="checkpoint")
 
 
-def restore(saved: Checkpoint, pools: Pools, span: Span) -> None:
-    """Write a checkpoint into a span."""
+def restore(
+    saved: Checkpoint, pools: Pools, span: Span, between: Callable[[], None] | None = None
+) -> None:
+    """Write a checkpoint into a span; for `between` see `to_host`."""
     for name in TENSORS:
-        getattr(pools, name)[span.elements].copy_(saved.tensors[name])
+        copy_in_pieces(getattr(pools, name)[span.elements], saved.tensors[name], between)
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 from engine.training.errors import RunRefused, RunUnsupported
 from engine.training.model import TrainingModel
 from engine.training.packer import Piece, cut_step, pack
-from engine.training.parameters import AdapterLayout, SiteTables, Span
+from engine.training.parameters import AdapterLayout, Span
 from engine.training.run import RunRows, RunSettings, unsupported
+from engine.training.tables import SiteTables
 from kernels.training import SPAN, Pools
 
 

@@ -7,7 +7,7 @@ its halves' inputs alone, from which most is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -32,11 +32,19 @@ class TrainingModel:
     """One base and what runs through it.
 
     num_recomputed  of the layers, how many are computed again in the backward pass; the first ones
+    between         called before each layer, forward and backward, in the caller's thread; it may
+                    use the device, but nothing that is the pass's, and it raises nothing
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, num_recomputed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        num_recomputed: int = 0,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         self.config = config
-        self.num_recomputed = num_recomputed
+        self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         self._rope = RopeTables(
             config.head_dim,
@@ -61,9 +69,23 @@ class TrainingModel:
 
         -> [pieces] float64: each piece's part of its run's loss
         """
-        hidden = self._embed(batch).requires_grad_()  # that autograd comes by each linear
-        total, losses = self._loss(self._layers(hidden, batch, sites, pools), batch)
-        torch.autograd.backward(total)
+        # Each layer is a graph of its own, so that the backward pass, too, comes back here between
+        # two of them: on a GPU autograd works through a graph in a thread of its own.
+        passed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        hidden = self._embed(batch)
+        for index in range(self.config.num_layers):
+            self._pause()
+            taken = hidden.detach().requires_grad_()
+            hidden = self._layer(taken, index, batch, sites[index], pools)
+            passed.append((taken, hidden))
+        self._pause()
+        taken = hidden.detach().requires_grad_()
+        total, losses = self._loss(taken, batch)
+        (gradient,) = torch.autograd.grad(total, taken)
+        while passed:
+            self._pause()
+            taken, hidden = passed.pop()
+            (gradient,) = torch.autograd.grad(hidden, taken, gradient)
         return torch.segment_reduce(
             losses.detach().double() * batch.weights, "sum", lengths=batch.answer_counts
         )
@@ -73,23 +95,19 @@ class TrainingModel:
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
     ) -> torch.Tensor:
         """The loss of each answer token [N]; forward alone."""
-        hidden = self._layers(self._embed(batch), batch, sites, pools)
+        hidden = self._embed(batch)
+        for index in range(self.config.num_layers):
+            self._pause()
+            hidden = self._layer(hidden, index, batch, sites[index], pools)
         return self._loss(hidden, batch)[1]
+
+    def _pause(self) -> None:
+        if self.between is not None:
+            self.between()
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
         self._rope.extend_to(batch.rows.longest)
         return functional.embedding(batch.token_ids, self._weights.embedding)
-
-    def _layers(
-        self,
-        hidden: torch.Tensor,
-        batch: MicroBatch,
-        sites: Sequence[Sequence[LoraSite]],
-        pools: Pools,
-    ) -> torch.Tensor:
-        for index in range(self.config.num_layers):
-            hidden = self._layer(hidden, index, batch, sites[index], pools)
-        return hidden
 
     def _layer(
         self,

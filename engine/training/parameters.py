@@ -7,7 +7,7 @@ of each: its adapter's A and B, module after module, in the order in which PEFT 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,10 @@ from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 from engine.training.run import LINEARS, RunSettings
 from kernels.lora_table import Projection
-from kernels.training import SPAN, LoraSite, Placement, Pools, make_sites
+from kernels.training import SPAN, Placement, Pools
 
+# Elements that are copied between host and device at a time, where somebody else has to have turns.
+_PIECE = 1 << 23
 # Elements that every A and every B begins at a multiple of, for the kernels' wide loads.
 _ALIGNMENT = 8
 #: The base's matrices of a layer, and the linears that lie in each side by side.
@@ -181,17 +183,24 @@ def module_path(layer: int, projection: Projection) -> str:
     return f"model.layers.{layer}.{block}.{LINEARS[projection]}"
 
 
-def make_pools(capacity: int, device: torch.device, dtype: torch.dtype) -> Pools:
+def make_pools(
+    capacity: int, device: torch.device, dtype: torch.dtype, memory: torch.Tensor | None = None
+) -> Pools:
     """Pools of `capacity` elements, zero; `dtype` is that of the products.
 
     The optimiser's are in float32 at least; where that is what is computed in, there is no copy.
+
+    memory  [bytes] uint8 that they are cut from, aligned as a new tensor is; None: new memory
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    master, first, second, gradient = (
-        torch.zeros(capacity, dtype=wide, device=device) for _ in range(4)
-    )
-    values = master if dtype == wide else torch.zeros(capacity, dtype=dtype, device=device)
-    return Pools(values, master, first, second, gradient)
+    kinds = [wide] * 4 if dtype == wide else [wide] * 4 + [dtype]
+    if memory is None:
+        pools = [torch.zeros(capacity, dtype=kind, device=device) for kind in kinds]
+    else:
+        sizes = [capacity * kind.itemsize for kind in kinds]
+        cut = torch.split(memory[: sum(sizes)], sizes)
+        pools = [part.view(kind).zero_() for part, kind in zip(cut, kinds, strict=True)]
+    return Pools(pools[-1] if dtype != wide else pools[0], *pools[:4])
 
 
 def clear(pools: Pools, span: Span) -> None:
@@ -201,47 +210,22 @@ def clear(pools: Pools, span: Span) -> None:
     pools.gradient[span.elements].zero_()
 
 
-def to_host(span: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused."""
+def to_host(span: torch.Tensor, between: Callable[[], None] | None = None) -> torch.Tensor:
+    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused.
+
+    between  called after each of its pieces (`copy_in_pieces`)
+    """
     host = torch.empty(span.shape, dtype=span.dtype, pin_memory=span.is_cuda)
-    return host.copy_(span)
+    copy_in_pieces(host, span, between)
+    return host
 
 
-class SiteTables:
-    """The kernels' tables of a micro-batch's runs; kept for the next micro-batch of the same."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
-        widths = [out for _, out in config.projection_widths]
-        self._bounds = []
-        for projections in FUSED:
-            bounds = [0]
-            for projection in projections:
-                bounds.append(bounds[-1] + widths[projection])
-            self._bounds.append(tuple(bounds))
-        # The layouts themselves, so that no later one takes the place of one that is gone.
-        self._known: list[tuple[AdapterLayout, Span]] = []
-        self._sites: list[list[LoraSite]] = []
-
-    def of(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
-        """[layer][base matrix] of these runs, one a segment."""
-        known = self._known
-        if len(known) != len(runs) or any(
-            layout is not own or span != at
-            for (layout, span), (own, at) in zip(runs, known, strict=True)
-        ):
-            self._known, self._sites = list(runs), self._make(runs)
-        return self._sites
-
-    def _make(self, runs: list[tuple[AdapterLayout, Span]]) -> list[list[LoraSite]]:
-        layers = range(self._config.num_layers)
-        placements = [
-            [
-                [layout.placement(span.first, layer, projection) for layout, span in runs]
-                for projection in projections
-            ]
-            for layer in layers
-            for projections in FUSED
-        ]
-        sites = make_sites(self._bounds * len(layers), placements, self._device)
-        return [sites[i : i + len(FUSED)] for i in range(0, len(sites), len(FUSED))]
+def copy_in_pieces(
+    target: torch.Tensor, source: torch.Tensor, between: Callable[[], None] | None
+) -> None:
+    """Copy [N] to [N], and call `between` after each piece: a few milliseconds of a GPU's."""
+    for start in range(0, len(source), _PIECE):
+        piece = slice(start, start + _PIECE)
+        target[piece].copy_(source[piece])
+        if between is not None:
+            between()

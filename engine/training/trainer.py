@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from engine.training import checkpoint
 from engine.training.active import ActiveRun
 from engine.training.checkpoint import Checkpoint
@@ -19,15 +21,16 @@ from engine.training.model import TrainingModel
 from engine.training.packer import pack
 from engine.training.parameters import (
     AdapterLayout,
-    SiteTables,
     Span,
     SpanAllocator,
     clear,
+    copy_in_pieces,
     make_pools,
     to_host,
 )
 from engine.training.run import RunRequest, unsupported
 from engine.training.scheduler import Scheduler
+from engine.training.tables import SiteTables
 from kernels.training import RunStep, adamw
 
 
@@ -63,10 +66,13 @@ class BatchTrainer:
     it; nothing here waits, reads or writes.
     """
 
-    def __init__(self, model: TrainingModel, config: TrainerConfig) -> None:
+    def __init__(
+        self, model: TrainingModel, config: TrainerConfig, memory: torch.Tensor | None = None
+    ) -> None:
+        """Make a trainer without runs; `memory` is that of the pools (`make_pools`)."""
         self._model, self._config = model, config
         self._spans = SpanAllocator(config.pool_elements)
-        self._pools = make_pools(self._spans.capacity, model.device, model.dtype)
+        self._pools = make_pools(self._spans.capacity, model.device, model.dtype, memory)
         self._tables = SiteTables(model.config, model.device)
         self._initial = InitialAdapters(model.config, model.device)
         self._scheduler = Scheduler()
@@ -123,7 +129,7 @@ class BatchTrainer:
     def checkpoint(self, run_id: str) -> Checkpoint | None:
         """The state of a run that takes part, after its last optimiser step; None: it does not."""
         run = self._active.get(run_id)
-        return None if run is None else checkpoint.take(run, self._pools)
+        return None if run is None else checkpoint.take(run, self._pools, self._model.between)
 
     def step(self) -> list[Event]:
         """Train one micro-batch: begin runs, pack, forward and backward, update, report."""
@@ -186,12 +192,13 @@ class BatchTrainer:
         request, layout, saved = waiting.request, waiting.layout, waiting.saved
         master = self._pools.master
         if saved is not None:
-            checkpoint.restore(saved, self._pools, span)
+            checkpoint.restore(saved, self._pools, span, self._model.between)
         elif request.adapter is not None:
             layout.fill(master, span.first, request.adapter)
         else:
             seed = request.settings.seed
-            master[span.elements].copy_(self._initial.take(request.run_id, layout, seed))
+            drawn = self._initial.take(request.run_id, layout, seed)
+            copy_in_pieces(master[span.elements], drawn, self._model.between)
         self._pools.values[span.elements].copy_(master[span.elements])
         run = ActiveRun(
             request,
@@ -256,7 +263,8 @@ class BatchTrainer:
         """Report a run's end and take its place back."""
         adapter = None
         if outcome == "finished":
-            adapter = run.layout.tensors(to_host(self._pools.master[run.span.elements]))
+            trained = self._pools.master[run.span.elements]
+            adapter = run.layout.tensors(to_host(trained, self._model.between))
         run_id = run.request.run_id
         del self._active[run_id]
         self._scheduler.remove(run_id)

@@ -13,7 +13,8 @@ from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
 
 def test_each_number_has_its_bounds() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    assert fields == {*BOUNDS, "target_modules", "truncate"}
+    others = {"truncate", "packing", "gradient_checkpointing", "quantization"}
+    assert fields == {*BOUNDS, "target_modules", *others}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -40,6 +41,9 @@ def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
         ("target_modules", []),
         ("dropout", 0.1),
         ("truncate", 1),
+        ("packing", "yes"),
+        ("gradient_checkpointing", 1),
+        ("quantization", "4bit"),
     ],
 )
 def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:

@@ -92,7 +92,11 @@ def by_run(events: list[dict[str, Any]]) -> Events:
 
 
 def train_here(
-    checkpoints: Path, jobs: list[Path], budget: int | None = None, runs: int | None = None
+    checkpoints: Path,
+    jobs: list[Path],
+    budget: int | None = None,
+    runs: int | None = None,
+    worker: Path | None = None,
 ) -> tuple[int, Events]:
     """Exit code, events by run."""
     heard = Heard()
@@ -102,6 +106,7 @@ def train_here(
         token_budget=budget,
         max_runs=runs,
         checkpoint_s=60.0,
+        worker=worker,
     )
     code = TrainMany(options, cast(EventLog, heard)).run()
     return code, by_run(heard.events)

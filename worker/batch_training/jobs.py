@@ -33,13 +33,17 @@ class PreparedJob:
 
 
 def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
-    """What the present trainer makes of these hyperparameters (`worker.training.loop`)."""
+    """What the present trainer makes of these hyperparameters (`worker.training.loop`).
+
+    The batch pads nothing, whatever `packing` says, and keeps the activations that it has room for.
+    """
     return RunSettings(
         rank=hyper.rank,
         alpha=hyper.alpha,
         target_modules=hyper.target_modules,
         steps=steps,
         batch_size=hyper.batch_size,
+        gradient_accumulation=hyper.gradient_accumulation,
         learning_rate=hyper.learning_rate,
         warmup_steps=min(hyper.warmup_steps, steps // 2),
         seed=hyper.seed,

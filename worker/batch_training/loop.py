@@ -12,19 +12,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 
 from contract.training import JobError
+from engine.training.checkpoint import Checkpoint
 from engine.training.errors import TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
-from engine.training.trainer import BatchTrainer
+from engine.training.run import RunRequest
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
 from worker.text.codec import TextCodec
-from worker.train import Stopped, base_name, write_adapter
+from worker.train import Stopped
+from worker.training.adapter_folder import base_name, write_adapter
 from worker.training.chat_data import DatasetError
 from worker.training.checkpoints import reason
 from worker.training.loop import device_name, final_loss, peak_memory_bytes
@@ -34,6 +36,17 @@ Emit = Callable[..., None]
 #: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
 _CANCELLED = "it was cancelled"
+
+
+class Trains(Protocol):
+    """What the loop uses of `BatchTrainer`; `RemoteTrainer` has it, too."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: RunRequest, saved: Checkpoint | None = None) -> None: ...
+    def cancel(self, run_id: str) -> None: ...
+    def checkpoint(self, run_id: str) -> Checkpoint | None: ...
+    def step(self) -> list[Event]: ...
 
 
 @dataclass(slots=True)
@@ -62,7 +75,7 @@ class BatchTraining:
 
     def __init__(
         self,
-        trainer: BatchTrainer,
+        trainer: Trains,
         codec: TextCodec,
         folder: CheckpointFolder,
         emit: Emit,
@@ -100,6 +113,10 @@ class BatchTraining:
         finally:
             reader.shutdown(cancel_futures=True)
             self._writer.shutdown()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
 
     def stop(self) -> None:
         """Let `run` end after the micro-batch that is under way."""

@@ -11,14 +11,16 @@ import gc
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
+from contract.base_model import find_base_model
 from contract.protocol import adapter_digest_of
 from engine.errors import AdapterMismatch, EngineError, OutOfPages, UnknownAdapter
 from engine.request import FinishReason, KeptPrefix, Request, RequestOutput
@@ -64,6 +66,14 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+class HostLike(Protocol):
+    """The methods of `TrainingHost` that this process uses."""
+
+    bell: socket.socket
+
+    def attend(self) -> None: ...
+
+
 EngineFactory = Callable[[WorkerConfig], EngineLike]
 
 
@@ -97,6 +107,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
         "host_cache_bytes": config.host_cache_bytes,
         "num_threads": config.threads,
         "speculation": config.speculation,
+        "lends_weights": config.training is not None,
     }
 
     def digest_of(config_text: bytes, tensors_sha256: str) -> str:
@@ -112,6 +123,26 @@ def create_engine(config: WorkerConfig) -> EngineLike:
     )
 
 
+def make_host(engine: Any, loop: EngineProcess, config: WorkerConfig) -> HostLike:
+    """Let trainers use the engine; imported here, as only some workers train."""
+    from torch.cuda import get_device_name
+
+    from engine.beside.room import BesideConfig, TrainingRoom
+    from worker.engine_process.training_host import TrainingHost
+
+    settings = config.training
+    assert settings is not None
+    device = engine.lending.weights.norm.device
+    room = TrainingRoom(engine, loop, BesideConfig(share=settings.share))
+    return TrainingHost(
+        room,
+        settings.socket,
+        revision=find_base_model(config.model_dir).revision,
+        device=get_device_name(device) if device.type == "cuda" else "cpu",
+        is_open=settings.is_open,
+    )
+
+
 def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFactory) -> None:
     """Run the process until the IO process ends."""
     die_with_parent()
@@ -124,6 +155,8 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
         log.error("%s", error)
         sys.exit(2)
     loop = EngineProcess(engine, connection)
+    if config.training is not None:
+        loop.host = make_host(engine, loop, config)
     # Keep the garbage collector from visiting objects that live as long as the process: with a
     # loaded engine, a full collection took 7 to 17 ms within a step (docs/performance.md).
     gc.collect()
@@ -143,6 +176,8 @@ class EngineProcess:
         self._refused: dict[str, tuple[Register, Exception]] = {}  # by digest
         self._is_stalled = False
         self._told_stats_at = 0.0
+        self._unsent: list[RequestOutput] = []
+        self.host: HostLike | None = None
 
     def run(self) -> None:
         self._connection.send(StepReport(stats=self._engine.stats()))
@@ -152,8 +187,22 @@ class EngineProcess:
             self.turn()
 
     def turn(self) -> None:
-        """Take the commands that have arrived, do one step, and report it."""
-        outputs = self._apply(self._receive())
+        """Take the commands that have arrived, train if asked, do one step, and report it."""
+        self._unsent += self._apply(self._receive())
+        if self.host is not None:
+            self.host.attend()
+        self.step()
+
+    def receive(self) -> None:
+        """Take the commands that have arrived; for `TrainingRoom`, between two layers."""
+        if self._connection.poll():
+            self._unsent += self._apply(self._receive_more())
+            if self._unsent and not self._engine.has_work():
+                self.step()
+
+    def step(self) -> None:
+        """Do one step, if there is work, and report it."""
+        outputs, self._unsent = self._unsent, []
         if self._engine.has_work():
             stepped = self._engine.step()
             self._is_stalled = not stepped
@@ -168,12 +217,15 @@ class EngineProcess:
             )
 
     def _receive(self) -> list[Command]:
-        """Return all commands that have arrived; wait for one if the engine has no work."""
-        commands: list[Command] = []
+        """Return all commands that have arrived; wait for one if there is nothing to do."""
         if not self._engine.has_work():
-            commands += self._connection.recv()
+            wait([self._connection] if self.host is None else [self._connection, self.host.bell])
         elif self._is_stalled:
             self._connection.poll(STALL_POLL_S)
+        return self._receive_more()
+
+    def _receive_more(self) -> list[Command]:
+        commands: list[Command] = []
         while self._connection.poll():
             commands += self._connection.recv()
         return commands

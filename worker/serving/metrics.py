@@ -196,6 +196,9 @@ class _OfState(Collector):
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("engine_steps", "Steps.", stats.step)
+    yield _counter(
+        "training_seconds", "Of the device, for training beside requests.", stats.trained_seconds
+    )
     yield _gauge("engine_max_running_requests", "That run at a time.", stats.max_running)
     requests = _labelled("engine_requests", "Requests in the engine.", "state")
     requests.add_metric(["running"], stats.running)
@@ -234,6 +237,7 @@ def _pages(stats: EngineStats) -> Metric:
         ("kv", stats.kv_pages),
         ("adapter", stats.adapter_pages),
         ("pinned", stats.pinned_pages),
+        ("lent", stats.lent_pages),
         ("cached", stats.cached_pages),
         ("free", stats.free_pages - stats.cached_pages),
     ):

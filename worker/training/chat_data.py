@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.data_split import first_prompt_digest, is_validation
 from contract.row_messages import Row
 from contract.training import Hyperparameters, JobError, TrainJob
 from worker.text.codec import PromptError, TextCodec
-from worker.training.example_store import IGNORED, ExampleStore
+from worker.training.example_store import ExampleStore
 from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
 
 #: How many rows that are too long an error names.
@@ -194,19 +192,3 @@ def _too_long(rows: list[str], max_length: int, context_length: int) -> str:
         f"Raise max_length, up to the model's context of {context_length}, shorten the rows, or "
         "have them cut with truncate"
     )
-
-
-def collate(examples: list[dict[str, list[int]]], pad_id: int) -> dict[str, torch.Tensor]:
-    """Make a batch, padded on the right to its longest row; every tensor is [S, T]."""
-    width = max(len(example["input_ids"]) for example in examples)
-
-    def padded(name: str, fill: int) -> torch.Tensor:
-        return torch.tensor(
-            [example[name] + [fill] * (width - len(example[name])) for example in examples]
-        )
-
-    return {
-        "input_ids": padded("input_ids", pad_id),
-        "labels": padded("labels", IGNORED),
-        "attention_mask": padded("attention_mask", 0),
-    }

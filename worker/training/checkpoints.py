@@ -24,12 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from contract.training import TrainJob
+from contract.training import LATER, Hyperparameters, TrainJob
 from worker.training.validation import Validation
 
 _ADAPTER, _BEST = "adapter.", "best."
 _RANDOM, _EPOCH_RANDOM = "random", "epoch_random"
 _OPTIMIZER = "optimizer."
+_DEFAULTS = Hyperparameters()
 Emit = Callable[..., None]
 
 
@@ -88,7 +89,11 @@ class SavedTraining:
 
 def fingerprint(job: TrainJob, plan: Mapping[str, int]) -> str:
     """Return what a state must agree in with a job to be its: how it trains, on how many rows."""
-    told = json.dumps([dataclasses.asdict(job.hyperparameters), dict(plan)], sort_keys=True)
+    hyper = dataclasses.asdict(job.hyperparameters)
+    for name in LATER:  # a state of the release before has none of these
+        if hyper[name] == getattr(_DEFAULTS, name):
+            del hyper[name]
+    told = json.dumps([hyper, dict(plan)], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -158,7 +163,8 @@ class Checkpoints(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The order of an epoch's rows follows from the random numbers at its beginning.
         if self.found is not None and state.global_step == self.found.step:
-            is_whole = state.global_step % len(kwargs["train_dataloader"]) == 0
+            per_epoch = -(-len(kwargs["train_dataloader"]) // args.gradient_accumulation_steps)
+            is_whole = state.global_step % per_epoch == 0
             torch.set_rng_state(self.found.tensors[_RANDOM if is_whole else _EPOCH_RANDOM])
         self._epoch_random = torch.get_rng_state()
 

@@ -28,9 +28,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from contract.training import Hyperparameters, JobError, TrainJob
 from worker.text.codec import TextCodec
-from worker.training.chat_data import Examples, collate
+from worker.training.batches import collate, collate_packed
+from worker.training.chat_data import Examples
 from worker.training.checkpoints import Checkpoints, TrainingStopped
 from worker.training.example_store import IGNORED, TrainingInputs
+from worker.training.kept_adapters import KeptAdapters
 from worker.training.validation import Validation
 
 Emit = Callable[..., None]
@@ -94,7 +96,8 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
     """
     hyper = job.hyperparameters
     tokens_per_epoch = data.examples.num_tokens
-    steps_per_epoch = -(-len(data.examples) // hyper.batch_size)
+    batches_per_epoch = -(-len(data.examples) // hyper.batch_size)
+    steps_per_epoch = -(-batches_per_epoch // hyper.gradient_accumulation)
     steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
     tokens = round(tokens_per_epoch * steps / steps_per_epoch)
     for name, number, most in (
@@ -189,7 +192,10 @@ class AnswerTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the mean loss over the batch's labelled tokens."""
+        """Return the mean loss over the batch's labelled tokens.
+
+        Of a step of several batches, the batch's part of the mean over all of them.
+        """
         base = self.accelerator.unwrap_model(model).get_base_model()
         labels = inputs["labels"][:, 1:]
         kept = labels != IGNORED  # [S, T - 1]
@@ -198,11 +204,15 @@ class AnswerTrainer(Trainer):
         ):
             hidden = base.get_decoder()(
                 input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
+                attention_mask=inputs.get("attention_mask"),
+                position_ids=inputs.get("position_ids"),  # of packed rows, which it keeps apart
                 use_cache=False,
             ).last_hidden_state
             logits = base.get_output_embeddings()(hidden[:, :-1][kept])  # [answer tokens, V]
-        return F.cross_entropy(logits.float(), labels[kept])
+        if num_items_in_batch is None or self.args.gradient_accumulation_steps == 1:
+            return F.cross_entropy(logits.float(), labels[kept])
+        total = F.cross_entropy(logits.float(), labels[kept], reduction="sum")
+        return total / num_items_in_batch
 
 
 class Progress(TrainerCallback):
@@ -272,6 +282,9 @@ def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
     return TrainingArguments(
         output_dir=tempfile.gettempdir(),  # the Trainer makes this folder, but saves nothing
         per_device_train_batch_size=hyper.batch_size,
+        gradient_accumulation_steps=hyper.gradient_accumulation,
+        gradient_checkpointing=hyper.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         max_steps=steps,
         learning_rate=hyper.learning_rate,
         lr_scheduler_type="cosine",
@@ -287,6 +300,12 @@ def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
         save_strategy="no",
         seed=hyper.seed,
     )
+
+
+def _collator(hyper: Hyperparameters, pad_id: int) -> Callable[..., dict[str, torch.Tensor]]:
+    if hyper.packing:
+        return functools.partial(collate_packed, pad_id=pad_id, most=hyper.max_length)
+    return functools.partial(collate, pad_id=pad_id)
 
 
 def _begin_from(model: Any, tensors: Path) -> None:
@@ -374,12 +393,13 @@ def _prepared(
     progress = Progress(emit, data.examples.num_tokens, validation)
     checkpoints = Checkpoints(job, plan, emit, validation, progress.losses)
     checkpoints.restore(model)
+    kept = KeptAdapters(job, plan["steps"], emit, validation)
     trainer = AnswerTrainer(
         model=model,
         args=_arguments(hyper, plan["steps"]),
         train_dataset=TrainingInputs(data.examples),
-        data_collator=functools.partial(collate, pad_id=pad_id),
-        callbacks=[validation, progress, checkpoints],
+        data_collator=_collator(hyper, pad_id),
+        callbacks=[validation, progress, kept, checkpoints],
     )
     trainer.checkpoints = checkpoints
     validation.trainer = trainer

@@ -10,7 +10,7 @@ import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import TrainerCallback
 
-from worker.training.chat_data import collate
+from worker.training.batches import collate
 from worker.training.example_store import IGNORED, ExampleStore
 
 #: Validations of a training whose interval is not given.

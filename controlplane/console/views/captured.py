@@ -41,7 +41,7 @@ def make_dataset(request: ConsoleRequest) -> HttpResponse:
         after = dt.datetime.combine(day, dt.time.min, dt.UTC) if day else None
         wanted = Filter(only=data["only"], model=data["model"] or None, after=after)
         try:
-            made = dataset_from_captured(name=data["name"], wanted=wanted)
+            made = dataset_from_captured(name=data["name"], wanted=wanted, appends=data["append"])
         except ApiError as error:
             add_service_error(form, error.message, error.param)
         else:

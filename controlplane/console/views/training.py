@@ -21,7 +21,8 @@ from controlplane.console.views.adapters import get_adapter
 from controlplane.console.views.datasets import history_of
 from controlplane.errors import ApiError, Conflict, NotFound
 from controlplane.tenants.auth import Permission
-from controlplane.training import pausing, picking, preview, reports, schedules, services
+from controlplane.training import cost, pausing, picking, preview, reports, schedules, services
+from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import (
     Dataset,
     Schedule,
@@ -128,6 +129,30 @@ def start_run(request: ConsoleRequest) -> HttpResponse:
             return redirect("console:run", started.id)
     context = _training_context() | {"train_form": form}
     return render(request, "console/training.html", context, status=422)
+
+
+@require_POST
+@member_page(permission=Permission.TRAINING_WRITE)
+def run_cost(request: ConsoleRequest) -> HttpResponse:
+    """Render what the run of the form as it is filled in would take; "" while it lacks a name."""
+    form = TrainForm(request.POST)
+    context: dict[str, Any] = {}
+    if not form.is_valid():
+        faults = form.errors.get_json_data().items()
+        named = [(form.fields[name], error) for name, error in faults if name in form.SETTINGS]
+        context["problems"] = [f"{field.label}: {error[0]['message']}" for field, error in named]
+        return render(request, "console/_cost.html", context)
+    adapter = Adapter.objects.filter(name=form.cleaned_data["adapter"]).first()
+    base = adapter.base_model if adapter else form.chosen_base()
+    try:
+        hyperparameters = checked_hyperparameters(form.hyperparameters())
+        found = cost.run_cost(
+            form.cleaned_data["dataset"], hyperparameters, base.name if base else ""
+        )
+        context = {"cost": found, "kept": hyperparameters.get("checkpoints")}
+    except ApiError as error:
+        context["problems"] = [error.message]
+    return render(request, "console/_cost.html", context)
 
 
 @require_safe

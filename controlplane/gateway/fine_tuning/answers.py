@@ -12,6 +12,7 @@ from rest_framework import serializers
 
 from contract.training import Hyperparameters
 from controlplane.files.models import File
+from controlplane.fine_tuning.checkpoints import Checkpoint
 from controlplane.rest.fields import Constant, DescribedField, PublicId, UnixTime
 from controlplane.tenancy.public_ids import public_id
 from controlplane.training import picking
@@ -172,36 +173,16 @@ class FineTuningEventSerializer(serializers.Serializer[TrainingEvent]):
     data = DescribedField(_OBJECT)  # type: ignore[assignment]
 
 
-class FineTuningCheckpointSerializer(serializers.Serializer[TrainingRun]):
-    """The model that a job made, as OpenAI writes it."""
+class FineTuningCheckpointSerializer(serializers.Serializer[Checkpoint]):
+    """A model that a job made, on its way or as its result, as OpenAI writes it."""
 
     id = serializers.SerializerMethodField()
     object = Constant("fine_tuning.job.checkpoint")
-    created_at = serializers.SerializerMethodField()
-    fine_tuned_model_checkpoint = serializers.SerializerMethodField()
-    fine_tuning_job_id = serializers.SerializerMethodField()
-    step_number = serializers.SerializerMethodField()
-    metrics = serializers.SerializerMethodField()
+    created_at = UnixTime()
+    fine_tuned_model_checkpoint = serializers.CharField(source="model")
+    fine_tuning_job_id = serializers.CharField(source="job_id")
+    step_number = serializers.IntegerField(source="step")
+    metrics = DescribedField(_OBJECT)  # type: ignore[assignment]
 
-    def get_id(self, run: TrainingRun) -> str:
-        assert run.version is not None
-        return public_id(CHECKPOINT_PREFIX, run.version.pk)
-
-    def get_created_at(self, run: TrainingRun) -> int:
-        assert run.version is not None
-        return int((run.version.ready_at or run.version.created_at).timestamp())
-
-    def get_fine_tuned_model_checkpoint(self, run: TrainingRun) -> str | None:
-        return fine_tuned_model(run)
-
-    def get_fine_tuning_job_id(self, run: TrainingRun) -> str:
-        return run.public_id
-
-    def get_step_number(self, run: TrainingRun) -> int:
-        return int(run.progress.get("best_step") or run.progress.get("step", 0))
-
-    def get_metrics(self, run: TrainingRun) -> dict[str, Any]:
-        found = {"step": self.get_step_number(run), "train_loss": run.progress.get("loss")}
-        if run.progress.get("best_loss") is not None:
-            found["full_valid_loss"] = run.progress["best_loss"]
-        return found
+    def get_id(self, checkpoint: Checkpoint) -> str:
+        return public_id(CHECKPOINT_PREFIX, checkpoint.version_id)

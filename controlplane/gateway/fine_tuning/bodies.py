@@ -18,9 +18,14 @@ Auto = Literal["auto"]
 FileName = Annotated[str, Field(max_length=100)]
 
 
+#: OpenAI's other methods. PEFT has no trainer for DPO.
+_METHODS = ("dpo", "reinforcement")
+
+
 def _supervised(value: str) -> str:
     if value != "supervised":
-        raise PydanticCustomError("unsupported", "is supervised; there are no other methods yet")
+        named = f"{value} is not offered" if value in _METHODS else "it is not known"
+        raise PydanticCustomError("unsupported", f"is supervised; {named}")  # type: ignore[arg-type]
     return value
 
 

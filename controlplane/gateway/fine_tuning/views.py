@@ -14,13 +14,13 @@ from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
 from controlplane.fine_tuning import services
+from controlplane.fine_tuning.checkpoints import job_checkpoints
 from controlplane.gateway import callers
 from controlplane.gateway.files.receiving import in_file_thread
 from controlplane.gateway.fine_tuning.answers import (
     FineTuningCheckpointSerializer,
     FineTuningEventSerializer,
     FineTuningJobSerializer,
-    fine_tuned_model,
 )
 from controlplane.gateway.fine_tuning.bodies import FineTuningJobBody
 from controlplane.gateway.fine_tuning.live import PAGE, Page, live_events
@@ -192,7 +192,6 @@ class JobCheckpointsView(GatewayAPIView):
         responses=page_of(FineTuningCheckpointSerializer),
     )
     def get(self, request: Request, job_id: str) -> Response:
-        """The models that a job made: its version once it has succeeded, none before."""
-        run = services.job_get(job_id)
-        found = [run] if fine_tuned_model(run) is not None else []
+        """The models that a job made, newest first: `checkpoints` on its way, and its result."""
+        found = job_checkpoints(services.job_get(job_id))
         return page_of_items(request, found, FineTuningCheckpointSerializer, cursor="id")

@@ -92,6 +92,7 @@ PAGES: dict[str, Permission | None] = {
     "restore_dataset": Permission.TRAINING_WRITE,
     "pull_dataset": Permission.TRAINING_WRITE,
     "start_run": Permission.TRAINING_WRITE,
+    "run_cost": Permission.TRAINING_WRITE,
     "cancel_run": Permission.TRAINING_WRITE,
     "pause_run": Permission.TRAINING_WRITE,
     "resume_run": Permission.TRAINING_WRITE,

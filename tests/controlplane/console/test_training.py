@@ -10,8 +10,8 @@ import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.utils import timezone
 
+from contract.daily_window import DailyWindow
 from controlplane.adapters.models import BaseModel
-from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
@@ -122,3 +122,41 @@ def test_stranger_neither_reads_nor_uses_the_dataset(
     assert b"chats" not in browser.get("/console/training").content.replace(b"your own chats", b"")
     answer = browser.post("/console/training/runs", {"adapter": "mine", "dataset": "chats"})
     assert answer.status_code == 422
+
+
+def test_the_form_says_what_a_run_takes_and_what_is_wrong_beside_its_field(
+    acme: Party, base_model: BaseModel
+) -> None:
+    upload(acme, ROWS)
+    browser = browser_of(acme.owner)
+    page = browser.get("/console/training").content.decode()
+    assert 'hx-post="/console/training/cost"' in page
+    form = {"adapter": "voice", "dataset": "voice", "epochs": "4", "batch_size": "1"}
+    more = {"gradient_accumulation": "3", "checkpoints": "2", "packing": "on"}
+
+    def cost(**fields: str) -> str:
+        answer = browser.post("/console/training/cost", form | more | fields)
+        assert answer.status_code == 200
+        return answer.content.decode()
+
+    assert "4 steps over at most 6,144 tokens." in cost()
+    assert "2 checkpoints count" in cost()
+    # With a report, and runs whose speed is known.
+    bases = {base_model.name: {"tokens": 100}}
+    with tenant_scope(acme.tenant.id):
+        Dataset.objects.update(report={"bases": bases}, report_status="ready")
+    assert "4 steps over about 400 tokens." in cost()
+    run = browser.post("/console/training/runs", form | more).url.rpartition("/")[2]
+    with tenant_scope(acme.tenant.id):
+        runs = TrainingRun.objects.filter(pk=run)
+        assert runs.get().hyperparameters == {
+            **{"epochs": 4.0, "batch_size": 1, "gradient_accumulation": 3, "checkpoints": 2},
+            "packing": True,
+        }
+        runs.update(status="succeeded", finished_at=timezone.now(), progress={"tokens_per_s": 8.0})
+    assert "about 400 tokens, in about 50 s" in cost()
+    assert "Batches of a step: Ensure this value is less than" in cost(gradient_accumulation="999")
+    answer = browser.post("/console/training/runs", form | {"checkpoints": "11", "rank": "0"})
+    assert answer.status_code == 422
+    for name in ("checkpoints", "rank"):
+        assert f'id="id_{name}_error"' in answer.content.decode()

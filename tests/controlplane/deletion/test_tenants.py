@@ -51,6 +51,7 @@ from controlplane.training.models import (
     DatasetSource,
     Schedule,
     ScheduleRun,
+    TrainingCheckpoint,
     TrainingRun,
 )
 from controlplane.usage.models import TrainingUsage, UsageDay
@@ -132,6 +133,7 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
             adapter=run.adapter, dataset_name=dataset.name, cron_line="30 2 * * *"
         )
         ScheduleRun.objects.create(schedule=schedule, slot=NOW, training_run=run)
+        TrainingCheckpoint.objects.create(run=run, step=1, version=version)
         _furnish_training_usage(run)
         Turn.objects.create(kind=Turn.Kind.TRAINING, served_at=NOW)
         TenantQuota.objects.create(storage_bytes=10**9)

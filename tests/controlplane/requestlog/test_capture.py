@@ -8,15 +8,23 @@ import uuid
 from typing import Any
 
 import pytest
+from django.db import transaction
 from django.utils import timezone
 
 from contract.protocol import CALL_BEGIN, CALL_END
 from controlplane.audit.models import AuditEvent
-from controlplane.errors import InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra import storage
 from controlplane.requestlog import capture, captured, retention, sealing
 from controlplane.requestlog.capture import CaptureRule, capture_policy_set, captures_keep
-from controlplane.requestlog.captured import Filter, captured_get, feedback_give, row_of, rows_of
+from controlplane.requestlog.captured import (
+    Filter,
+    captured_get,
+    dataset_note,
+    feedback_give,
+    row_of,
+    rows_of,
+)
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy, Feedback
 from controlplane.requestlog.services import Words
 from controlplane.tenancy.scoping import tenant_scope
@@ -24,6 +32,8 @@ from controlplane.tenants import services as tenants
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Membership
 from controlplane.tenants.permissions import Permission
+from controlplane.training import contents, pulls
+from controlplane.training.captured_rows import dataset_from_captured
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
 
@@ -265,6 +275,68 @@ def test_a_data_set_is_made_of_them(acme: Party, globex: Party, client: Any) -> 
     assert client.get(one, **theirs).status_code == 404
     assert client.get(one, **poor).status_code == 403
     assert client.get(one, **rich).json()["row"]["messages"][1]["content"].startswith("answer")
+
+
+def test_new_ones_are_appended_once(acme: Party, globex: Party, client: Any) -> None:
+    """By call and by a source's cron line; also what was rated long after it was captured."""
+    for party in (acme, globex):
+        switch_on(party)
+    first, second = (words(acme, name) for name in ("first", "second"))
+    captures_keep([first, second, words(globex, "theirs")])
+    rate(acme, first, rating="good")
+    path = "/api/v1/datasets/from-users/from-captured"
+    scopes = (Permission.READ, Permission.TRAINING_WRITE, Permission.REQUESTS_CONTENT)
+    headers = key_of(acme, *scopes)
+
+    def append(**fields: Any) -> tuple[int, int, int]:
+        body = json.dumps({"only": "good", "append": True, **fields})
+        made = client.post(path, data=body, content_type="application/json", **headers)
+        assert made.status_code == 201, made.content
+        dataset = made.json()["dataset"]
+        return made.json()["num_added"], dataset["num_rows"], dataset["version"]
+
+    assert append() == (1, 1, 1)
+    assert append() == (0, 1, 1)
+    rate(acme, second, rating="good")
+    assert append() == (1, 2, 2)
+    # A source with a cron line does the same.
+    source = "/api/v1/datasets/from-users/source"
+    body = json.dumps({"kind": "captured", "only": "all", "cron": "0 1 * * *"})
+    send: dict[str, Any] = {"data": body, "content_type": "application/json"}
+    poor = key_of(acme, Permission.READ, Permission.TRAINING_WRITE)
+    assert client.put(source, **send, **poor).status_code == 403
+    wrong = {**send, "data": json.dumps({"kind": "captured", "only": "some"})}
+    assert client.put(source, **wrong, **headers).json()["error"]["param"] == "only"
+    assert client.put(source, **send, **headers).status_code == 200
+    captures_keep([words(acme, "third")])
+    pulls_of = "/api/v1/datasets/from-users/pulls"
+    for status, version in (("added", 3), ("unchanged", None)):
+        assert client.post(pulls_of, **headers).status_code == 202
+        assert pulls.pull_next() and not pulls.pulls_due()
+        told = client.get(pulls_of, **headers).json()["data"][0]
+        assert (told["status"], told["version"], told["error"]) == (status, version, "")
+    with tenant_scope(acme.tenant.pk):
+        dataset = Dataset.objects.get()
+        lines = b"".join(contents.pieces(dataset.sha256)).splitlines()
+    asked = [json.loads(line)["messages"][0]["content"] for line in lines]
+    assert asked == ["first", "second", "third"]
+    # Made anew, it has all rows once, and is appended to from there.
+    assert append(append=False, only="all") == (3, 3, 4)
+    assert append(only="all") == (0, 3, 4)
+
+
+def test_two_calls_at_once_add_a_request_once(acme: Party) -> None:
+    switch_on(acme)
+    captures_keep([words(acme, "one")])
+    with tenant_scope(acme.tenant.pk):
+        made = dataset_from_captured(name="d", wanted=Filter())
+        captures_keep([words(acme, "two")])
+        (new,) = rows_of(Filter(unless_in=made.dataset.pk)).keys
+        with transaction.atomic():
+            dataset_note(dataset_id=made.dataset.pk, keys=[new], appends=True)
+        with pytest.raises(Conflict) as caught, transaction.atomic():
+            dataset_note(dataset_id=made.dataset.pk, keys=[new], appends=True)
+    assert caught.value.code == "append_under_way"
 
 
 def test_they_are_erased(acme: Party, client: Any) -> None:

@@ -23,12 +23,12 @@ from django.db.models import RestrictedError
 from django.utils import timezone
 
 from contract import child_environment
+from contract.daily_window import DailyWindow
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.promotion import promotion_policy_set
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
-from controlplane.infra.daily_window import DailyWindow
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import endings, execution, lease, lost_runs, picking, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun

@@ -19,6 +19,7 @@ from controlplane.files import contents as file_contents
 from controlplane.files import services as files
 from controlplane.files.models import File, Purpose
 from controlplane.fine_tuning import services as fine_tuning
+from controlplane.fine_tuning.checkpoints import job_checkpoints
 from controlplane.fine_tuning.services import JobForm, auto_epochs
 from controlplane.gateway.fine_tuning.answers import (
     FineTuningCheckpointSerializer,
@@ -76,6 +77,11 @@ def execute(run: TrainingRun) -> TrainingRun:
 def shown(run: TrainingRun) -> dict[str, Any]:
     fields: dict[str, Any] = FineTuningJobSerializer(fine_tuning.job_get(run.public_id)).data
     return fields
+
+
+def checkpoints(run: TrainingRun) -> list[dict[str, Any]]:
+    found = job_checkpoints(fine_tuning.job_get(run.public_id))
+    return [FineTuningCheckpointSerializer(checkpoint).data for checkpoint in found]
 
 
 def messages(run: TrainingRun) -> list[str]:
@@ -150,7 +156,7 @@ def test_a_job_tells_of_each_step_and_makes_a_model_that_another_begins_from(
     assert [(row["step"], row["train_loss"]) for row in rows] == [
         (str(step["step"]), str(step["train_loss"])) for step in steps
     ]
-    checkpoint = FineTuningCheckpointSerializer(run).data
+    checkpoint = checkpoints(run)[0]
     assert checkpoint["fine_tuned_model_checkpoint"] == "greeter@1"
     assert (checkpoint["step_number"], checkpoint["metrics"]["step"]) == (4, 4)
 
@@ -314,7 +320,7 @@ def test_a_job_is_validated_with_its_file_and_keeps_the_best_state(
     assert job["lorikeet"]["progress"]["validation_rows"] == 8
     valid = {step["step"]: step["valid_loss"] for step in metrics(run) if "valid_loss" in step}
     assert set(valid) == {2, 4}
-    checkpoint = FineTuningCheckpointSerializer(run).data
+    checkpoint = checkpoints(run)[0]
     best = min(valid.values())
     assert checkpoint["metrics"]["full_valid_loss"] == best == valid[checkpoint["step_number"]]
     (result,) = File.objects.filter(purpose=Purpose.FINE_TUNE_RESULTS)

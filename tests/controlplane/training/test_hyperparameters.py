@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from controlplane.errors import InvalidRequest
+from controlplane.training import size
 from controlplane.training.hyperparameters import checked_hyperparameters
 
 
@@ -28,6 +29,15 @@ def test_a_wrong_one_is_named() -> None:
         with pytest.raises(InvalidRequest) as caught:
             checked_hyperparameters(fields)
         assert caught.value.param == param
+    with pytest.raises(InvalidRequest, match="bitsandbytes"):
+        checked_hyperparameters({"quantization": "4bit"})
     good = {"rank": 8, "alpha": 16, "learning_rate": 1e-3, "target_modules": ["q_proj"]}
     assert checked_hyperparameters(good) == good
     assert checked_hyperparameters(None) == {}
+
+
+def test_a_step_of_several_batches_has_all_their_rows() -> None:
+    hyper = {"batch_size": 2, "gradient_accumulation": 3, "epochs": 2, "max_length": 10}
+    assert size.num_steps(hyper, 13) == 2 * 3  # of seven batches, the last with one row
+    assert size.most_tokens(hyper, 13) == 6 * 6 * 10
+    assert size.most_tokens(hyper, 4) == 2 * 4 * 10

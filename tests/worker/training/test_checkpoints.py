@@ -19,6 +19,7 @@ from tests.worker.training.test_train import start, write_job, write_rows
 from worker.train import EventLog, Stopped, StopSignals, is_disk_full, train
 from worker.training import checkpoints
 from worker.training.checkpoints import SavedTraining
+from worker.training.kept_adapters import kept_steps
 
 STEPS = 20
 
@@ -196,3 +197,59 @@ def test_a_full_disk_is_known_by_its_error() -> None:
     assert is_disk_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert is_disk_full(SafetensorError("I/O error: No space left on device (os error 28)"))
     assert not is_disk_full(ValueError("something else"))
+
+
+def test_adapters_on_the_way_are_kept_once_and_are_those_of_their_steps(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    path = job_in(tmp_path / "run", tiny_base, checkpoints=3, eval_steps=5)
+    kept = tmp_path / "kept"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept_dir": str(kept)}))
+    log = run_here(path, Log())
+    assert sorted(int(folder.name) for folder in kept.iterdir()) == [5, 10, 15]
+    told = {event["step"]: event for event in log.of("progress")}
+    for step in (5, 10, 15):
+        metrics = json.loads((kept / str(step) / "metrics.json").read_text())
+        assert metrics == {
+            "step": step,
+            "train_loss": told[step]["loss"],
+            "full_valid_loss": told[step]["validation_loss"],
+        }
+    # A training that is stopped after that step has this adapter in its state.
+    part = job_in(tmp_path / "part", tiny_base, checkpoints=3, eval_steps=5)
+    signals = StopSignals()
+    with pytest.raises(Stopped):
+        run_here(part, Log(step10=lambda: signals(signal.SIGTERM, None)), signals)
+    saved = SavedTraining.read(part.parent / "state.safetensors")
+    assert saved is not None and saved.step == 10
+    tensors = load_file(kept / "10" / "adapter_model.safetensors")
+    state = saved.part("adapter.")
+    assert tensors.keys() == state.keys()
+    assert all(bool((tensors[name] == state[name]).all()) for name in state)
+
+
+def test_stopped_between_two_steps_of_several_batches_it_makes_the_same_steps(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    """At the end of an epoch, whose last step has fewer batches, and within one."""
+    several = {"gradient_accumulation": 2, "batch_size": 3, "max_steps": 12}
+    whole = run_here(path := job_in(tmp_path / "whole", tiny_base, **several), Log())
+    per_epoch = -(-whole.of("started")[0]["examples"] // 6)
+    part = job_in(tmp_path / "part", tiny_base, **several)
+    losses: list[float] = []
+    for step in (per_epoch, per_epoch + 2):
+        signals = StopSignals()
+        log = Log(**{f"step{step}": lambda signals=signals: signals(signal.SIGTERM, None)})
+        with pytest.raises(Stopped):
+            run_here(part, log, signals)
+        losses += log.losses()
+    losses += run_here(part, Log()).losses()
+    assert losses == whole.losses() and len(losses) == 12
+    assert adapter(part) == adapter(path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "number", "kept"), [(6, 2, {2, 4}), (2, 10, {1}), (1, 3, set()), (9, 0, set())]
+)
+def test_the_steps_that_are_kept(steps: int, number: int, kept: set[int]) -> None:
+    assert kept_steps(steps, number) == kept

@@ -22,7 +22,8 @@ from contract.training import Hyperparameters, JobError, TrainJob
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from worker.text.codec import TextCodec
 from worker.train import EventLog, train
-from worker.training.chat_data import DatasetError, collate, load_examples, read_rows
+from worker.training.batches import collate
+from worker.training.chat_data import DatasetError, load_examples, read_rows
 from worker.training.example_store import IGNORED
 
 ROOT = Path(__file__).parents[3]

@@ -305,7 +305,9 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
         "integrations": {"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]},
         "lorikeet.rank": {"lorikeet": {"rank": 1000}},
         "lorikeet.target_modules.0": {"lorikeet": {"target_modules": ["../x"]}},
-        "lorikeet.packing": {"lorikeet": {"packing": True}},
+        "lorikeet.packing": {"lorikeet": {"packing": "tight"}},
+        "lorikeet.dropout": {"lorikeet": {"dropout": 0.1}},
+        "lorikeet.quantization": {"lorikeet": {"quantization": "4bit"}},
         "suffix": {"suffix": "No Spaces!"},
         "seed": {"seed": -1},
         "metadata.key": {"metadata": {"key": "x" * 100_000}},
@@ -320,6 +322,8 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
     }
     for param, body in faults.items():
         assert refused(site, training_file=file, **body)["param"] == param, body
+    dpo = refused(site, training_file=file, **faults["method.type"])
+    assert dpo["message"].endswith("is supervised; dpo is not offered.")
     long = refused(site, training_file=file, lorikeet={"max_steps": 1_000_000})
     assert (long["param"], long["code"]) == ("lorikeet.max_steps", "training_too_long")
     with pytest.raises(openai.BadRequestError, match="line 2 is not JSON") as caught:

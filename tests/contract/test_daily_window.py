@@ -6,7 +6,7 @@ import datetime as dt
 
 import pytest
 
-from controlplane.infra.daily_window import DailyWindow
+from contract.daily_window import DailyWindow
 
 
 def at(text: str) -> dt.datetime:

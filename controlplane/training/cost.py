@@ -1,0 +1,45 @@
+"""What a training would take, before it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from controlplane.training import reports, size
+from controlplane.training.models import Dataset
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """A training's length.
+
+    most_tokens  that it reads, if every row has the longest length
+    tokens       that it reads; None: the dataset has no report for the base model yet
+    seconds      at the speed of recent runs; None: without tokens, or without such runs
+    """
+
+    steps: int
+    most_tokens: int
+    tokens: int | None
+    seconds: float | None
+
+
+def run_cost(dataset: Dataset, hyperparameters: dict[str, Any], base_model: str) -> Cost:
+    """Return what a run over a dataset takes. Raises InvalidRequest when it would be too long.
+
+    hyperparameters  checked ones; rows that are kept back to validate with count as trained on
+    """
+    size.check_rows(dataset.num_rows)
+    size.check(hyperparameters, dataset.num_rows)
+    steps = size.num_steps(hyperparameters, dataset.num_rows)
+    most = size.most_tokens(hyperparameters, dataset.num_rows)
+    counts = reports.report_of(dataset)["bases"].get(base_model)
+    tokens = seconds = None
+    if counts is not None:
+        a_pass = size.num_steps(
+            hyperparameters | {"epochs": 1, "max_steps": None}, dataset.num_rows
+        )
+        tokens = min(most, round(counts["tokens"] * steps / a_pass))
+        if counts["tokens_per_s"]:
+            seconds = tokens / counts["tokens_per_s"]
+    return Cost(steps=steps, most_tokens=most, tokens=tokens, seconds=seconds)

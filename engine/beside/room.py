@@ -1,0 +1,194 @@
+"""TrainingRoom: a trainer over a serving engine's weights, in its pages and in its thread.
+
+A micro-batch is one pass through all layers, forward and backward. Between any two of them the
+trainer asks here whether a step of the engine is due (`give_way`):
+
+    a request waits for its first token     steps, until it has it
+    requests go on with their answers       a step as often as training's share allows
+    nothing to serve                        none
+
+Start reading at `TrainingRoom.give_way`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.beside.pace import DeviceStopwatch, HostStopwatch, Pace, Stopwatch
+from engine.engine import Engine
+from engine.errors import OutOfMemory
+from engine.training.memory import bytes_per_element, plan_memory
+from engine.training.model import TrainingModel
+from engine.training.trainer import BatchTrainer, TrainerConfig
+from kernels.training import SPAN
+
+# Seconds of steps for requests without a first token before training has a layer again.
+_BURST_S = 1.0
+# A pass of the widest micro-batch has to end soon once pages are wanted back.
+_TOKENS = {"cpu": 256, "cuda": 4096}
+# Of a GPU's free memory, what is left to serving: blocks of its allocator, prompts' activations.
+_LEFT_FREE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideConfig:
+    """The settings of training beside serving. Raises ValueError naming the field that is wrong.
+
+    share         of the time, what training gets while requests only go on with their answers
+    page_share    of the arena's pages, what may be lent at most
+    token_budget  tokens of a micro-batch; None: 4,096 on a GPU, 256 on a CPU
+    max_runs      that take part at a time
+    longest_s     seconds from one step of the engine to the next at most
+    """
+
+    share: float = 0.75
+    page_share: float = 0.6
+    token_budget: int | None = None
+    max_runs: int = 64
+    longest_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("share", "page_share"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, not between 0 and 1")
+        if self.max_runs < 1 or (self.token_budget or 1) < 1:
+            raise ValueError("max_runs and token_budget are 1 or more")
+
+
+class Serving(Protocol):
+    """How the engine is stepped; called by the thread that trains."""
+
+    def receive(self) -> None:
+        """Give the engine what has arrived for it, without waiting."""
+
+    def step(self) -> None:
+        """Make one step of the engine and pass its outputs on."""
+
+
+class TrainingRoom:
+    """Owns the trainer and the pages that it has, between `open` and `close`.
+
+    Between the two the trainer's steps serve, too; `give_way` has to be called by whoever waits for
+    anything else. Raises ValueError for an engine without `EngineConfig.lends_weights`.
+    """
+
+    def __init__(self, engine: Engine, serving: Serving, config: BesideConfig) -> None:
+        if engine.lending.weights is None:
+            raise ValueError("the engine does not lend its weights: set lends_weights")
+        self._engine, self._lending, self._serving = engine, engine.lending, serving
+        self._weights, self._config = engine.lending.weights, config
+        self._pace = Pace(config.share, config.longest_s)
+        device = self._weights.embedding.device.type
+        self._budget = config.token_budget or _TOKENS[device]
+        self._watch: Stopwatch = DeviceStopwatch() if device == "cuda" else HostStopwatch()
+        self._trainer: BatchTrainer | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._trainer is not None
+
+    @property
+    def is_wanted_back(self) -> bool:
+        """Whether a request needs the memory: whoever trains is to save its runs and `close`."""
+        return self._lending.is_short
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of the device that went into training so far."""
+        return self._watch.seconds
+
+    def open(self, sizes: Sequence[int]) -> BatchTrainer | None:
+        """Take pages for runs of these sizes, and make a trainer in them.
+
+        sizes  of each run, in elements (`engine.training.memory.elements_of`)
+        -> None: there is no room now for the largest. Fewer than all may take part at a time
+
+        Raises OutOfMemory if the GPU has too little outside the arena for a micro-batch.
+        """
+        assert self._trainer is None, "the room is open already"
+        weights, dtype = self._weights, self._weights.embedding.dtype
+        element = bytes_per_element(dtype)
+        wanted = sum(sorted(sizes, reverse=True)[: self._config.max_runs]) * element
+        most = int(self._config.page_share * self._lending.num_obtainable)
+        memory = self._lending.lend(min(-(-wanted // self._lending.page_bytes), most))
+        if memory is None:
+            return None
+        try:
+            elements = memory.numel() // element // SPAN * SPAN
+            if elements >= max(sizes):
+                settings = TrainerConfig(
+                    token_budget=self._budget,
+                    max_runs=self._config.max_runs,
+                    runs_a_pass=1 if not memory.is_cuda else None,
+                    pool_elements=elements,
+                )
+                model = TrainingModel(
+                    self._engine.model, weights, self._num_recomputed(dtype), self.give_way
+                )
+                self._trainer = BatchTrainer(model, settings, memory)
+        finally:
+            if self._trainer is None:
+                self._lending.take_back()
+        return self._trainer
+
+    def serve_by(self, serving: Serving) -> None:
+        """Have the engine stepped by another from now on."""
+        self._serving = serving
+
+    def close(self) -> None:
+        """Give the pages back; runs that were not saved before are lost. Idempotent."""
+        self._watch.stop()
+        self._lending.trained_s = self._watch.seconds
+        if self._trainer is not None:
+            self._trainer = None
+            self._lending.take_back()
+
+    def give_way(self) -> None:
+        """Serve what is due, and return: between two layers, or while training waits."""
+        self._watch.stop()
+        self._lending.trained_s = self._watch.seconds
+        self._serving.receive()
+        began = time.monotonic()
+        while self._is_step_due(began):
+            self._pace.note_step(time.monotonic(), self._watch.seconds)
+            self._serving.step()
+            self._serving.receive()
+        self._watch.start()
+
+    def _is_step_due(self, began: float) -> bool:
+        if not self._engine.has_work():
+            return False
+        now = time.monotonic()
+        # Once pages are wanted back the pass has to end before anybody gets them.
+        may_burst = now - began < _BURST_S and not self.is_wanted_back
+        if may_burst and self._lending.awaits_first_token:
+            return True
+        return self._pace.is_due(now, self._watch.seconds)
+
+    def _num_recomputed(self, dtype: torch.dtype) -> int:
+        """Layers that a micro-batch computes again, for what is free outside the arena."""
+        device = self._weights.embedding.device
+        if device.type == "cpu":
+            return 0
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        try:
+            plan = plan_memory(
+                self._engine.model,
+                dtype,
+                free_bytes=int(free * (1 - _LEFT_FREE)),
+                token_budget=self._budget,
+                wanted_elements=SPAN,
+                least_elements=SPAN,
+            )
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"{error.message} outside the arena: set reserved_share (the worker's "
+                "LORIKEET_TRAINER_GPU_SHARE) or a smaller token_budget"
+            ) from error
+        return plan.num_recomputed

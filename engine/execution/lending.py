@@ -1,0 +1,95 @@
+"""Lending: what a trainer in the engine's thread may have of a serving engine."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.memory.page_pool import PagePool, PageUse
+from engine.memory.prefix_cache import PrefixCache
+from engine.model.weights import Weights
+from engine.scheduling.scheduler import Scheduler
+
+
+class Lending:
+    """Owns the pages that are lent, which are neither KV nor adapters meanwhile.
+
+    weights  those that the engine runs, one copy; None: `EngineConfig.lends_weights` is not set
+    pages    the lent ones, one after the other
+    trained_s  seconds of the device that went into training; the borrower's count
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefixes: PrefixCache,
+        scheduler: Scheduler,
+        arena: torch.Tensor,
+        weights: Weights | None,
+    ) -> None:
+        self._pool, self._prefixes, self._scheduler = pool, prefixes, scheduler
+        self._arena, self.weights = arena, weights
+        self.pages = range(0)
+        self.trained_s = 0.0
+
+    @property
+    def page_bytes(self) -> int:
+        return self._arena.shape[1] * self._arena.itemsize
+
+    @property
+    def num_obtainable(self) -> int:
+        """Pages that are free, or hold nothing but prefixes that nobody reads."""
+        return self._pool.num_free + self._prefixes.num_idle
+
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether a request has not got its first token yet."""
+        scheduler = self._scheduler
+        return bool(scheduler.waiting) or any(
+            sequence.num_generated == 0 or sequence.num_uncomputed > 1
+            for sequence in scheduler.running
+        )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a request found too few pages while some were lent."""
+        return bool(self.pages) and self._pool.is_short
+
+    def lend(self, num_pages: int) -> torch.Tensor | None:
+        """The memory [bytes] uint8 of up to `num_pages` pages that lie one after the other.
+
+        They are free ones, and those of prefixes that nobody reads, which are forgotten; None:
+        there are none, or some are lent already.
+        """
+        found = self._longest(num_pages)
+        if self.pages or not found:
+            return None
+        for page in found:
+            if self._prefixes.is_idle(page):
+                self._prefixes.evict_page(page)
+        self._pool.take_these(found, PageUse.LENT)
+        self._pool.is_short = False
+        self.pages = found
+        return self._memory()
+
+    def take_back(self) -> None:
+        """End the loan: what is in the pages is gone, and whoever had them reads them no more."""
+        # Kernels read whole pages and mask what is no token's, which must be numbers.
+        self._memory().zero_()
+        self._pool.release(self.pages)
+        self.pages = range(0)
+
+    def _memory(self) -> torch.Tensor:
+        return self._arena[self.pages.start : self.pages.stop].view(torch.uint8).flatten()
+
+    def _longest(self, most: int) -> range:
+        """The last `most` of the longest row of pages that can be had."""
+        longest, start = range(0), 0
+        for page in range(self._pool.num_pages + 1):
+            if page == self._pool.num_pages or not self._can_be_had(page):
+                if page - start > len(longest):
+                    longest = range(start, page)
+                start = page + 1
+        return longest[-most:] if most > 0 else range(0)
+
+    def _can_be_had(self, page: int) -> bool:
+        return self._pool.num_references(page) == 0 or self._prefixes.is_idle(page)
