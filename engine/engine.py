@@ -323,8 +323,7 @@ class Engine:
     @cached_property
     def lending(self) -> Lending:
         """What a trainer in the engine's thread may have of it."""
-        runner = self._runner
-        return Lending(self._pool, self._prefixes, self._scheduler, runner.arena, runner.weights)
+        return Lending(self._pool, self._prefixes, self._scheduler, self._store, self._runner)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every owner's state agrees with itself and the others'."""

@@ -153,21 +153,23 @@ class TrainingRoom:
         self._watch.stop()
         self._lending.trained_s = self._watch.seconds
         self._serving.receive()
-        began = time.monotonic()
-        while self._is_step_due(began):
+        began, steps = time.monotonic(), 0
+        while self._is_step_due(began, steps):
+            steps += 1
             self._pace.note_step(time.monotonic(), self._watch.seconds)
             self._serving.step()
             self._serving.receive()
         self._watch.start()
 
-    def _is_step_due(self, began: float) -> bool:
+    def _is_step_due(self, began: float, steps: int) -> bool:
         if not self._engine.has_work():
             return False
         now = time.monotonic()
         # Once pages are wanted back the pass has to end before anybody gets them.
         may_burst = now - began < _BURST_S and not self.is_wanted_back
         if may_burst and self._lending.awaits_first_token:
-            return True
+            # A step looks whether an adapter has come; more of them in a row would not help it.
+            return steps == 0 or self._lending.may_get_first_token
         return self._pace.is_due(now, self._watch.seconds)
 
     def _num_recomputed(self, dtype: torch.dtype) -> int:

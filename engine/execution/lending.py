@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from engine.adapters.store import AdapterStore
+from engine.execution.runner import ModelRunner
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import PrefixCache
-from engine.model.weights import Weights
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -23,11 +24,12 @@ class Lending:
         pool: PagePool,
         prefixes: PrefixCache,
         scheduler: Scheduler,
-        arena: torch.Tensor,
-        weights: Weights | None,
+        adapters: AdapterStore,
+        runner: ModelRunner,
     ) -> None:
         self._pool, self._prefixes, self._scheduler = pool, prefixes, scheduler
-        self._arena, self.weights = arena, weights
+        self._adapters = adapters
+        self._arena, self.weights = runner.arena, runner.weights
         self.pages = range(0)
         self.trained_s = 0.0
 
@@ -47,6 +49,15 @@ class Lending:
         return bool(scheduler.waiting) or any(
             sequence.num_generated == 0 or sequence.num_uncomputed > 1
             for sequence in scheduler.running
+        )
+
+    @property
+    def may_get_first_token(self) -> bool:
+        """Whether one of these waits for nothing but steps: for no adapter, no grammar."""
+        return any(sequence.num_generated == 0 for sequence in self._scheduler.running) or any(
+            not sequence.is_waiting_for_grammar
+            and all(map(self._adapters.is_resident, sequence.digests))
+            for sequence in self._scheduler.waiting
         )
 
     @property

@@ -88,6 +88,7 @@ def test_no_page_without_a_name_is_forgotten() -> None:
         "audit/verify",
         "training/datasets",
         "training/runs",
+        "training/cost",  # a part of the training page's form
         "evaluations/run",
         "suites/add-case",
         "captured/dataset",

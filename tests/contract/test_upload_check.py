@@ -67,6 +67,7 @@ def test_good_adapter() -> None:
         "num_parameters": sum(len(data) // 4 for _, _, data in TENSORS.values()),
         "peft_version": "",
         "claimed_base": "",
+        "draft_heads": 0,
     }
 
 

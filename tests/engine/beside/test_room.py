@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -247,3 +249,32 @@ def test_whatever_happens_in_whatever_order(make_engine: MakeEngine) -> None:
     assert not left and feed.is_done
     for name, result in wanted.items():
         assert difference(result.adapter, results[name].adapter) == 0.0
+
+
+def test_training_goes_on_while_an_adapter_is_read(make_engine: MakeEngine) -> None:
+    """A request that waits for a disk keeps nobody from the device; it is served once it can be."""
+    engine = make_engine(arena_bytes=ARENA, lends_weights=True)
+    reader: Any = engine._store._loader._reader
+    load, is_read = reader.load, threading.Event()
+
+    def held_up(*given: Any) -> None:
+        is_read.wait()
+        load(*given)
+
+    reader.load = held_up
+    feed = Feed(engine, [request("r", prompt(1, 30), adapter="qv-16", max_tokens=4)], every=1)
+    room = TrainingRoom(engine, feed, BesideConfig())
+    runs = eight_runs()[:1]
+    trainer = opened(room, engine, runs)
+    trainer.add(runs[0])
+    results: dict[str, Result] = {}
+    began = time.monotonic()
+    while trainer.has_work:
+        note(results, trainer.step())
+    # A step a layer, each of which sleeps for 2 ms (0.3 s in all): not a second a layer (20 s).
+    assert time.monotonic() - began < 5.0 and feed.results["r"].last is None
+    is_read.set()
+    while not feed.is_done:
+        room.give_way()
+    assert len(feed.results["r"].token_ids) == 4
+    room.close()

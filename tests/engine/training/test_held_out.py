@@ -60,3 +60,32 @@ def test_an_adapter_that_does_not_fit_is_refused(tiny: Path) -> None:
     judged = Judged(name="a", rows=make_rows(0, 2), settings=RunSettings(rank=64))
     with pytest.raises(RunRefused, match="there is room for 1000"):
         list(held_out_losses(load(tiny), [judged], token_budget=50, pool_elements=1000))
+
+
+def test_an_adapter_that_overflows_spoils_nobody_else(tiny: Path) -> None:
+    """Their rows share every pass, and a row under one adapter attends to none under another."""
+    model, asked = load(tiny), eight_runs()[:3]
+    trained = train(make_trainer(model), asked)
+    judged = [
+        Judged(
+            name=each.run_id,
+            rows=make_rows(100 + number, 6),
+            settings=each.settings,
+            adapter=trained[each.run_id].adapter,
+        )
+        for number, each in enumerate(asked)
+    ]
+
+    def found(given: list[Judged]) -> dict[str, torch.Tensor]:
+        losses = held_out_losses(model, given, token_budget=300, pool_elements=1 << 20)
+        return {each.name: each.token_losses for each in losses}
+
+    spoilt, adapter = judged[1], judged[1].adapter
+    assert adapter is not None
+    huge = {name: torch.full_like(tensor, 1e30) for name, tensor in adapter.items()}
+    together = found([judged[0], dataclasses.replace(spoilt, adapter=huge), judged[2]])
+    assert together[spoilt.name].isnan().any()
+    for each in (judged[0], judged[2]):
+        alone = found([each])[each.name]
+        assert alone.isfinite().all()
+        assert torch.allclose(together[each.name], alone, atol=1e-5)
