@@ -15,12 +15,13 @@ from controlplane.training.models import TrainingRun
 from controlplane.usage.training import training_usage_add, training_usage_remove
 
 CPU = "cpu"
+GOES_ON = "The job goes on after step"
 
 
 class Attempt:
     """What one attempt has told and used; `settle` writes it when the attempt ends.
 
-    has_advanced  whether the run's state was saved later than where this attempt began
+    has_advanced  whether the run's state was saved later than where the attempt before began
     """
 
     def __init__(self, run: TrainingRun, num_sharing: Callable[[], int] = lambda: 1) -> None:
@@ -80,12 +81,19 @@ class Attempt:
         if step is not None and self.run.attempts > 1:
             metrics_forget(self.run, after_step=step)
             if step:
-                event_add(self.run, f"The job goes on after step {step}", step=step)
+                # A trainer that lost its platform saves once more, and cannot say so.
+                self.has_advanced |= step > self._last_began_after()
+                event_add(self.run, f"{GOES_ON} {step}", step=step)
         self._started_after = None  # last: while the database is away, this is called again
         self._metrics.write()
         while self._warnings:
             event_add(self.run, self._warnings[0], level=Level.WARN)
             del self._warnings[0]
+
+    def _last_began_after(self) -> int:
+        """Return the step after which an earlier attempt went on, of the last that did; 0: none."""
+        began = self.run.events.filter(message__startswith=GOES_ON).order_by("-pk")
+        return int(began.values_list("data__step", flat=True).first() or 0)
 
     def _curve_after(self, step: int) -> LossCurve:
         """Return the curve with the losses before the checkpoint that this attempt began from."""

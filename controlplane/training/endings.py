@@ -17,7 +17,7 @@ from controlplane.audit.services import record
 from controlplane.infra.metrics import TRAINERS_LOST, TRAINING_ENDED
 from controlplane.outbox.models import EventType
 from controlplane.outbox.services import publish
-from controlplane.training import events, services
+from controlplane.training import events, picking, services
 from controlplane.training.attempt import Attempt, unsettle
 from controlplane.training.lease import RunLease
 from controlplane.training.models import TrainingRun
@@ -25,8 +25,12 @@ from controlplane.training.trainer import LOST, MAX_ERROR_CHARS
 
 log = logging.getLogger(__name__)
 
-#: How often in a row a trainer may be lost before the run's state is saved anew.
+#: How often in a row an attempt may end for one named reason before the run's state is saved anew.
 MAX_ATTEMPTS = 3
+#: The same for trainers that were lost: killed from outside, as a deploy or a machine that restarts
+#: does several times within a minute, or by the run's own use of memory; nobody can tell which.
+#: From the third on, a run waits before the next: see `picking.WAITS_S`.
+MAX_LOST = 6
 
 Status = TrainingRun.Status
 Level = events.Level
@@ -125,11 +129,12 @@ def _tell(run: TrainingRun, status: Status, error: str) -> None:
 def run_give_back(
     run: TrainingRun, status: Status = Status.RUNNING, why: str = LOST, code: str = "trainer_lost"
 ) -> None:
-    """Queue an interrupted run again; after `MAX_ATTEMPTS` that came no further let it fail."""
+    """Queue an interrupted run again, or let it fail after too many attempts that came no further:
+    `MAX_LOST` of lost trainers, `MAX_ATTEMPTS` of another reason."""
     lease = RunLease(run)
     lost = TrainingRun.objects.filter(pk=run.pk).values_list("num_lost", flat=True).first()
     num_lost = (lost or 0) + 1
-    if num_lost >= MAX_ATTEMPTS:
+    if num_lost >= (MAX_LOST if why == LOST else MAX_ATTEMPTS):
         run_finish(run, status, Status.FAILED, Fault(_too_often(why, num_lost), code))
         return
     # Not sent now: the trainer may be shutting down. The next tick sends it.
@@ -138,9 +143,15 @@ def run_give_back(
         if lease.rows(status).update(**changes):
             if status == Status.PUBLISHING:
                 unsettle(run)
-            events.event_add(run, f"{why}; the job is queued again", level=Level.WARN)
+            events.event_add(run, f"{why}; the job {_goes_on(num_lost)}", level=Level.WARN)
             TRAINERS_LOST.inc()
     services.training_run_drop(run=run)
+
+
+def _goes_on(num_lost: int) -> str:
+    if wait_s := picking.WAITS_S.get(num_lost):
+        return f"is queued again, and begins {wait_s} s after the last attempt began, or later"
+    return "is queued again"
 
 
 def _too_often(why: str, num_lost: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 from django.conf import settings
-from django.db.models import BigIntegerField, Count, F, OuterRef, QuerySet, Subquery, Sum, Value
+from django.db.models import BigIntegerField, Count, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
@@ -20,6 +20,9 @@ Status = TrainingRun.Status
 
 #: A run whose trainer was lost so often in a row may be the reason, and is trained by itself.
 LOST_TOGETHER = 2
+#: Attempts lost in a row without progress -> seconds from the beginning of the last to the next, so
+#: that a run is not given up for what happens to its trainers within a minute.
+WAITS_S = {3: 30, 4: 60, 5: 120}
 #: A tenant's device seconds count for so long.
 QUOTA_WINDOW = dt.timedelta(hours=24)
 
@@ -50,7 +53,15 @@ def runs_that_may_begin() -> QuerySet[TrainingRun]:
         most_running=quotas.allowed_to_each("training_at_once", tenant="pk"),
     ).filter(num_running__lt=F("most_running"))
     spent = tenants_that_spent().values("pk")
-    return _queued().filter(tenant_id__in=with_room.values("pk")).exclude(tenant_id__in=spent)
+    runs = _queued().filter(tenant_id__in=with_room.values("pk")).exclude(tenant_id__in=spent)
+    return runs.exclude(_waits_after_losses())
+
+
+def _waits_after_losses() -> Q:
+    now, waits = timezone.now(), Q(pk__in=[])
+    for num_lost, wait_s in WAITS_S.items():
+        waits |= Q(num_lost=num_lost, started_at__gt=now - dt.timedelta(seconds=wait_s))
+    return waits
 
 
 def _queued() -> QuerySet[TrainingRun]:

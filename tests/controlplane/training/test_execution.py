@@ -231,7 +231,7 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
 def test_a_killed_trainer_is_tried_again_and_given_up_in_the_end(
     endless: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endings, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(endings, "MAX_LOST", 2)
     for attempt, status in ((1, "queued"), (2, "failed")):
         thread = background(endless, lambda: execution.training_run_execute(endless.pk))
         wait_for(lambda attempt=attempt: is_begun(endless, attempt))
@@ -399,10 +399,10 @@ def test_a_run_lost_before_its_versions_files_were_there_is_trained_again(
 
 def test_a_run_is_not_trained_again_for_ever(adapter: Adapter, dataset: Dataset) -> None:
     run = publishing_run(adapter, "uploading")
-    TrainingRun.objects.update(num_lost=endings.MAX_ATTEMPTS - 1)
+    TrainingRun.objects.update(num_lost=endings.MAX_LOST - 1)
     lost_runs.training_runs_reconcile()
     run.refresh_from_db()
-    assert (run.status, "lost 3 times" in run.error) == ("failed", True)
+    assert (run.status, "lost 6 times" in run.error) == ("failed", True)
 
 
 @pytest.mark.usefixtures("any_trainer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
 import os
 import shutil
@@ -16,14 +17,26 @@ from typing import Any
 
 import pytest
 from django.conf import settings as django_settings
+from django.utils import timezone
 
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.deletion import services as deletion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
-from controlplane.training import endings, execution, lost_runs, pausing, services, tasks, trainer
+from controlplane.training import (
+    endings,
+    execution,
+    lost_runs,
+    pausing,
+    picking,
+    services,
+    tasks,
+    trainer,
+)
+from controlplane.training.attempt import Attempt
 from controlplane.training.models import Dataset, TrainingRun
 from controlplane.training.saved_states import KEPT
+from controlplane.training.trainer import NO_ROOM
 from tests.controlplane.training.test_execution import (
     background,
     execute,
@@ -80,7 +93,7 @@ def test_killed_again_and_again_it_goes_on_here_and_on_another_machine(
     endless: TrainingRun, begun: Any
 ) -> None:
     """More often than a run may lose trainers that come no further."""
-    for attempt in range(1, endings.MAX_ATTEMPTS + 2):
+    for attempt in range(1, endings.MAX_LOST + 2):
         thread = begun()
         saved = endless.progress["saved_step"]
         os.kill(trainers()[0].pid, signal.SIGKILL)
@@ -102,18 +115,45 @@ def test_killed_again_and_again_it_goes_on_here_and_on_another_machine(
     assert not states(endless) and endless.stored_step is None
 
 
-def test_a_trainer_that_comes_no_further_is_lost_three_times_and_no_more(
-    adapter: Adapter, dataset: Dataset, any_trainer: None, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_that_comes_no_further_is_lost_six_times_and_no_more(
+    adapter: Adapter, dataset: Dataset, any_trainer: None
 ) -> None:
+    """Killed in quick succession it waits, so that it is not given up for one bad minute."""
     run = make_run(max_steps=20_000)
-    TrainingRun.objects.update(status="running", attempts=7, num_lost=1)
-    for status, num_lost in (("queued", 2), ("failed", 2)):
-        TrainingRun.objects.update(status="running")
+    TrainingRun.objects.update(attempts=7)
+    for num_lost in range(1, endings.MAX_LOST):
+        TrainingRun.objects.update(status="running", started_at=timezone.now())
         run.refresh_from_db()
         endings.run_give_back(run)
         run.refresh_from_db()
-        assert (run.status, run.num_lost) == (status, num_lost)
-    assert (run.error_code, "lost 3 times in a row" in run.error) == ("trainer_lost", True)
+        assert (run.status, run.num_lost) == ("queued", num_lost)
+        wait_s = picking.WAITS_S.get(num_lost, 0)
+        assert picking.runs_that_may_begin().exists() == (wait_s == 0)
+        assert (f"begins {wait_s} s after" in run.events.last().message) == (wait_s > 0)
+        TrainingRun.objects.update(started_at=timezone.now() - dt.timedelta(seconds=wait_s))
+        assert picking.runs_that_may_begin().exists()
+    TrainingRun.objects.update(status="running")
+    endings.run_give_back(run)
+    run.refresh_from_db()
+    assert (run.status, run.error_code) == ("failed", "trainer_lost")
+    assert "lost 6 times in a row" in run.error
+    TrainingRun.objects.update(status="running", num_lost=endings.MAX_ATTEMPTS - 1)
+    endings.run_give_back(run, why=NO_ROOM, code="disk_full")  # its reason is known
+    run.refresh_from_db()
+    assert (run.status, run.error_code) == ("failed", "disk_full")
+
+
+def test_a_state_that_a_trainer_saved_after_its_platform_died_is_progress(
+    adapter: Adapter, dataset: Dataset
+) -> None:
+    run = make_run(max_steps=20_000)
+    TrainingRun.objects.update(attempts=2)
+    run.refresh_from_db()
+    for resumed_step, has_advanced in ((5, True), (5, False), (9, True)):
+        attempt = Attempt(run)
+        attempt.note({"event": "started", "resumed_step": resumed_step})
+        attempt.write()
+        assert attempt.has_advanced is has_advanced
 
 
 def test_paused_it_waits_and_goes_on(endless: TrainingRun, begun: Any) -> None:

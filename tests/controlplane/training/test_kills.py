@@ -157,12 +157,13 @@ def test_killed_20_times_it_makes_the_same_steps_and_ends_once(
             more = chance.randrange(1, 60)
             wait_until(
                 lambda more=more, before=before: (
-                    progress_of(run).get("step", 0) > before + more
-                    or run.attempts > len(promised) + NUM_KILLS
+                    progress_of(run).get("step", 0) > before + more or run.finished_at is not None
                 ),
-                "the run comes further",
+                f"the run comes further before kill {number}",
             )
         assert progress_of(run).get("step", 0) < STEPS, "it ended before it was killed so often"
+        told = f"{run.status} before kill {number}, num_lost={run.num_lost}: {run.error}"
+        assert run.finished_at is None, told
         promised.append((run.attempts, run.progress.get("saved_step", 0)))
         kill()
     wait_until(lambda: progress_of(run) is not None and run.finished_at is not None, "it ends", 900)
