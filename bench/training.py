@@ -1,7 +1,7 @@
 """Training many runs in one batch at Llama-3.1-8B's shape, random weights made on the card.
 
     python -m bench.training [--case NAME] [--quick] [--profile] [--out FILE]
-    python -m bench.training --case beside [--beside-share 0.75]   serving and training together
+    python -m bench.training --case beside [--beside-share 0.8]    serving and training together
     python -m bench.training --case night [--night-share 0.25]     100 runs of 64k tokens
     python -m bench.training --micro [--share I/N] [--compile]     each operation, see training_ops
 
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[*CASES, *TRAINER_CASES, *LONG_CASES])
     parser.add_argument("--quick", action="store_true", help="three steps, nothing measured before")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--beside-share", type=float, default=0.75)
+    parser.add_argument("--beside-share", type=float, default=0.8)
     parser.add_argument("--night-share", type=float, default=1.0)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--micro", action="store_true")

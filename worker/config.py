@@ -30,7 +30,7 @@ class TrainingConfig:
     """
 
     socket: Path
-    share: float = 0.75
+    share: float = 0.8
     window: DailyWindow | None = None
 
     def is_open(self) -> bool:
@@ -230,7 +230,7 @@ def _training(read: _Reader) -> TrainingConfig | None:
     path = read.text("LORIKEET_TRAINING_SOCKET", "")
     if not path:
         return None
-    text = read.text("LORIKEET_TRAINING_SHARE", "0.75")
+    text = read.text("LORIKEET_TRAINING_SHARE", "0.8")
     try:
         share = float(text)
     except ValueError:

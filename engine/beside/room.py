@@ -46,7 +46,7 @@ class BesideConfig:
     longest_s     seconds from one step of the engine to the next at most
     """
 
-    share: float = 0.75
+    share: float = 0.8
     page_share: float = 0.6
     token_budget: int | None = None
     max_runs: int = 64
