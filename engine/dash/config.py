@@ -62,8 +62,8 @@ class DashConfig:
     num_threads              torch's CPU threads; None: leave them
     pack_weights             for a loaded model on a CPU in float32: keep a second copy of its
                              matrices, which is faster, most of all on processors not Intel's
-    speculation              on a CPU, draft tokens and verify them in one pass: the same answers in
-                             fewer steps (docs/speculation.md)
+    speculation              draft tokens and verify them in one pass: the same answers in fewer
+                             steps; on a GPU while few requests run (docs/speculation.md)
     """
 
     max_concurrent_adapters: int = 128

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -156,14 +158,46 @@ def test_a_mask_that_fails_among_drafts_ends_its_own_request(
     same(got["other"], wanted)
 
 
-def test_a_crowd_has_no_drafts_and_runs_ahead(make_engine: MakeEngine) -> None:
+def test_a_crowd_has_no_drafts_and_is_launched_as_without(make_engine: MakeEngine) -> None:
     requests = [
         request(str(i), prompt(i % 5, 5), json_schema=SCHEMA, max_tokens=12) for i in range(25)
     ]
-    engine, counted = ahead(make_engine, max_running=32, max_step_tokens=256)
-    run(engine, *requests)
-    assert sum(counts.drafted for counts in engine.stats().drafts.values()) == 0
-    assert counted.counts["known"] <= 2
+    launches = []
+    for is_on in (False, True):
+        config = {"max_running": 32, "max_step_tokens": 256, "prefix_cache": False}
+        engine = ready(make_engine(speculation=is_on, **config))
+        engine._speculation.costs = GPU
+        counted = AheadRunner(engine)
+        run(engine, *requests)
+        assert sum(counts.drafted for counts in engine.stats().drafts.values()) == 0
+        launches.append(counted.counts)
+    assert launches[0] == launches[1]
+    assert launches[1]["known"] <= 2
+
+
+def test_no_drafts_while_another_step_is_in_flight(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other step is launched ahead, where drafts would follow from placeholders."""
+    own = request("a", prompt(1, 9), json_schema=SCHEMA, max_tokens=30)
+    plain = run(ready(make_engine()), own)
+    monkeypatch.setattr("engine.drafts.speculation.propose", planted(plain))
+    engine, _ = ahead(make_engine, **ROOM)
+    speculation, turns = engine._speculation, itertools.cycle((True, False))
+    propose: Any = speculation.propose
+    drafted: dict[bool, int] = {False: 0, True: 0}
+    steps: Counter[bool] = Counter()
+
+    def counted(step: Any, *, is_ahead: bool) -> None:
+        propose(step, is_ahead=is_ahead)
+        steps[is_ahead] += 1
+        drafted[is_ahead] += sum(len(row.drafts) for row in step.rows)
+
+    monkeypatch.setattr(speculation, "propose", counted)
+    monkeypatch.setattr(speculation, "waits", lambda step: next(turns))
+    same(run(engine, own, check=True)["a"], plain["a"])
+    assert min(steps.values()) > 2
+    assert drafted[True] == 0 < drafted[False]
 
 
 def test_wrong_drafts_are_given_up(make_engine: MakeEngine) -> None:
