@@ -29,7 +29,7 @@ from bench.training_files import config_fields
 from bench.training_stack import Shape, Work
 from bench.training_trainer import BUDGET, RandomTensors, request_of
 from bench.workload import save_random_adapter
-from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
+from engine import AdapterPart, Engine, EngineConfig, Request, RequestOutput, SamplingParams
 from engine.beside.room import BesideConfig, TrainingRoom
 from engine.model.config import ModelConfig
 from engine.model.weights import build_weights
@@ -102,7 +102,12 @@ class Line:
             self._engine.add(request)
 
     def step(self) -> None:
-        outputs = self._engine.step()
+        self._note(self._engine.step())
+
+    def settle(self) -> None:
+        self._note(self._engine.settle())
+
+    def _note(self, outputs: Sequence[RequestOutput]) -> None:
         now = time.perf_counter()
         for output in outputs:
             assert output.error is None, output

@@ -291,6 +291,23 @@ class Engine:
             self._wait()
         return self._pins.without_own(outputs)
 
+    @property
+    def computes_first_token(self) -> bool:
+        """Whether a request's first token comes from the step in flight: `settle` reads it."""
+        launched = self._in_flight
+        return launched is not None and any(
+            sequence.num_generated == 0 for sequence in launched.step.sampling
+        )
+
+    @torch.inference_mode()
+    def settle(self) -> list[RequestOutput]:
+        """Wait for the step in flight and return its outputs; launch none.
+
+        For whoever has other work for the device, and would have to wait for a further step.
+        """
+        launched, self._in_flight = self._in_flight, None
+        return self._pins.without_own(self._commit(launched, self._clock()))
+
     def stats(self) -> EngineStats:
         cached, pinned = self._prefixes.num_idle, self._pins.num_pages
         return EngineStats(

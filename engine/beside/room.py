@@ -4,6 +4,7 @@ A micro-batch is one pass through all layers, forward and backward. Between any 
 trainer asks here whether a step of the engine is due (`give_way`):
 
     a request waits for its first token     steps, until it has it
+    the step in flight computes it          none: it is read after the next layer
     requests go on with their answers       a step as often as training's share allows
     nothing to serve                        none
 
@@ -68,6 +69,9 @@ class Serving(Protocol):
 
     def step(self) -> None:
         """Make one step of the engine and pass its outputs on."""
+
+    def settle(self) -> None:
+        """Have the engine read the step in flight, and pass its outputs on."""
 
 
 class TrainingRoom:
@@ -152,6 +156,8 @@ class TrainingRoom:
         """Serve what is due, and return: between two layers, or while training waits."""
         self._watch.stop()
         self._lending.trained_s = self._watch.seconds
+        if self._engine.computes_first_token:
+            self._serving.settle()
         self._serving.receive()
         began, steps = time.monotonic(), 0
         while self._is_step_due(began, steps):
@@ -164,6 +170,8 @@ class TrainingRoom:
     def _is_step_due(self, began: float, steps: int) -> bool:
         if not self._engine.has_work():
             return False
+        if self._engine.computes_first_token:
+            return False  # a layer is launched behind it, and the device never waits for the host
         now = time.monotonic()
         # Once pages are wanted back the pass has to end before anybody gets them.
         may_burst = now - began < _BURST_S and not self.is_wanted_back

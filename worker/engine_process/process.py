@@ -62,6 +62,7 @@ class EngineLike(Protocol):
         self, request_id: str, reason: FinishReason = ..., index: int | None = ...
     ) -> None: ...
     def step(self) -> list[RequestOutput]: ...
+    def settle(self) -> list[RequestOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
 
@@ -202,11 +203,18 @@ class EngineProcess:
 
     def step(self) -> None:
         """Do one step, if there is work, and report it."""
-        outputs, self._unsent = self._unsent, []
+        stepped = []
         if self._engine.has_work():
             stepped = self._engine.step()
             self._is_stalled = not stepped
-            outputs += stepped
+        self._report(stepped)
+
+    def settle(self) -> None:
+        """Have the engine read the step in flight, and report it; for `TrainingRoom`."""
+        self._report(self._engine.settle())
+
+    def _report(self, stepped: list[RequestOutput]) -> None:
+        outputs, self._unsent = [*self._unsent, *stepped], []
         now = time.monotonic()
         is_due = now - self._told_stats_at >= STATS_INTERVAL_S or not self._engine.has_work()
         if is_due:

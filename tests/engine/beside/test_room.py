@@ -21,6 +21,7 @@ from engine.training.run import RunRequest
 from engine.training.trainer import BatchTrainer
 from tests.engine.conftest import MakeEngine, prompt, request, run
 from tests.engine.conftest import Result as Served
+from tests.engine.execution.ahead_runner import AheadRunner
 from tests.engine.training.scenes import Result, difference, eight_runs, make_trainer, note, train
 
 ARENA = 24 << 20
@@ -33,7 +34,7 @@ class Feed:
     def __init__(self, engine: Engine, requests: Sequence[Request], every: int = 5) -> None:
         self._engine, self._left, self._every = engine, list(requests), every
         self.results = {each.request_id: Served() for each in requests}
-        self.calls = 0
+        self.calls = self.steps = 0
 
     def receive(self) -> None:
         self.calls += 1
@@ -42,7 +43,12 @@ class Feed:
 
     def step(self) -> None:
         assert torch.is_grad_enabled()
+        self.steps += 1
         for output in self._engine.step():
+            self.results[output.request_id].add(output)
+
+    def settle(self) -> None:
+        for output in self._engine.settle():
             self.results[output.request_id].add(output)
 
     @property
@@ -77,10 +83,13 @@ def opened(room: TrainingRoom, engine: Engine, runs: Sequence[RunRequest]) -> Ba
     return trainer
 
 
-def test_both_come_to_what_they_come_to_alone(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_both_come_to_what_they_come_to_alone(make_engine: MakeEngine, is_ahead: bool) -> None:
     requests, runs = requests_of(12), eight_runs()
     wanted = run(make_engine(arena_bytes=ARENA), *requests)
     engine = make_engine(arena_bytes=ARENA, lends_weights=True)
+    if is_ahead:  # as on a GPU, a step is in flight while layers are trained
+        AheadRunner(engine)
     trained = alone(engine, runs)
     before = engine.stats()
     feed = Feed(engine, requests)
@@ -167,6 +176,27 @@ def test_serving_goes_first_until_the_first_token(make_engine: MakeEngine) -> No
     assert any(isinstance(event, RunProgress) for event in events)
     assert len(feed.results["r"].token_ids) < 40
     room.close()
+
+
+def test_a_first_token_takes_one_step_of_those_that_are_in_flight(make_engine: MakeEngine) -> None:
+    """It is read after a layer, by itself, and not by a further step before the layer."""
+    engine = make_engine(arena_bytes=ARENA, lends_weights=True)
+    AheadRunner(engine)
+    wanted = run(engine, request("alone", prompt(1, 30), max_tokens=40))["alone"].token_ids
+    feed = Feed(engine, [request("r", prompt(1, 30), max_tokens=40)], every=1)
+    room = TrainingRoom(engine, feed, BesideConfig(share=0.99, longest_s=60.0))
+    runs = eight_runs()[:1]
+    trainer = opened(room, engine, runs)
+    trainer.add(runs[0])
+    room.give_way()
+    assert engine.computes_first_token and not feed.results["r"].token_ids
+    room.give_way()
+    assert feed.results["r"].token_ids == wanted[:1] and feed.steps == 1
+    assert not engine.computes_first_token and engine.settle() == []
+    room.close()
+    while not feed.is_done:
+        feed.step()
+    assert feed.results["r"].token_ids == wanted
 
 
 def test_who_lends_nothing_has_no_room(make_engine: MakeEngine) -> None:
