@@ -358,6 +358,10 @@ def steps_s(events: list[dict[str, Any]]) -> list[float]:
     return [round(b - a, 3) for a, b in itertools.pairwise(times)]
 
 
+def write_base(folder: str, shape: str) -> None:
+    make_base(Path(folder), SHAPES[shape])
+
+
 def gpu_bytes() -> tuple[int, int]:
     """What is free of the card and all of it, asked by a process that then leaves it."""
     script = "import torch; print(*torch.cuda.mem_get_info())"
@@ -380,7 +384,7 @@ class Check:
         self.device = options.device
         self.user = options.user
         self.env_file = dict(line.split("=", 1) for line in options.env)
-        self.shape: Shape = SHAPES[options.shape]
+        self.shape_name: str = options.shape
         for name in ("secrets", "model", "adapters", "training", "tmp", "jobs"):
             (folder / name).mkdir()
         self.base = folder / "model" / "Random-Llama"
@@ -388,8 +392,11 @@ class Check:
 
     def prepare(self, url: str) -> dict[str, str]:
         """Write the base, rows and secrets -> the worker's variables."""
-        make_base(self.base, self.shape)
-        make_dataset(self.folder / "rows.jsonl", 32, self.shape.vocabulary, 0)
+        # In a process of its own: this one is to have nothing of the card.
+        script = "import sys; from bench import worker_start as w; w.write_base(*sys.argv[1:])"
+        argv = [sys.executable, "-c", script, str(self.base), self.shape_name]
+        subprocess.run(argv, cwd=ROOT, check=True)
+        make_dataset(self.folder / "rows.jsonl", 32, SHAPES[self.shape_name].vocabulary, 0)
         secrets = {"REDIS_URL": url, "S3_ACCESS_KEY_ID": "none", "S3_SECRET_ACCESS_KEY": "none"}
         for name, value in secrets.items():
             (self.folder / "secrets" / name).write_text(value)
@@ -556,9 +563,12 @@ def _slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"slowest_first_token_s": max(answer["first_token_s"] for answer in answers)}
 
 
-def can_read_the_tree(user: int) -> bool:
-    """Whether the image's account may run what is here."""
-    argv = [sys.executable, "-c", "import torch, redis, worker.config"]
+def can_run_here(user: int, *, is_gpu: bool) -> bool:
+    """Whether the image's account may run what is here, on the card."""
+    script = "import torch, redis, worker.config"
+    if is_gpu:
+        script += "; assert torch.cuda.is_available(), 'no card'"
+    argv = [sys.executable, "-c", script]
     try:
         said = subprocess.run(
             argv, cwd=ROOT, user=user, group=user, env=child_environment(os.environ), check=False,
@@ -580,7 +590,9 @@ def main() -> int:
     parser.add_argument("--env", action="append", default=[], help="a line of .env")
     parser.add_argument("--out", type=Path, help="write host and steps as JSON")
     options = parser.parse_args()
-    if options.user is not None and not can_read_the_tree(options.user):
+    if options.user is not None and not can_run_here(
+        options.user, is_gpu=options.device.startswith("cuda")
+    ):
         options.user = None
     steps = Steps()
     is_well = False
