@@ -57,3 +57,14 @@ class DailyWindow:
             if opening > at:
                 return opening
         raise AssertionError("a day has passed without the window's first time")
+
+    def opened_at(self, at: dt.datetime) -> dt.datetime:
+        """Return when it opened last, in UTC: `at` itself if it opens just then."""
+        local = at.astimezone(self.zone)
+        openings = (
+            dt.datetime.combine(local.date() - dt.timedelta(days=days), self.start, self.zone)
+            for days in (0, 1, 2)
+        )
+        return next(
+            opening for opening in (o.astimezone(dt.UTC) for o in openings) if opening <= at
+        )

@@ -15,31 +15,15 @@ from controlplane.beat import beat_schedule
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
 from controlplane.infra.outbound_policy import hub_endpoint, outbound_policy
+from controlplane.infra.variables import Variables
 from controlplane.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.tenancy.database.patient import PatientConnection
 from controlplane.tenancy.scope import add_tenant
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
-
-def env(name: str, default: str | None = None) -> str:
-    """Return the variable `name`, or the content of the file that `name`_FILE points to.
-
-    An empty value counts as not set.
-    """
-    file = os.environ.get(f"{name}_FILE")
-    value = Path(file).read_text().strip() if file else os.environ.get(name)
-    value = value or default
-    if value is None:
-        raise ImproperlyConfigured(f"the environment variable {name} is not set")
-    if "change-me" in value:
-        raise ImproperlyConfigured(f"{name} still says change-me: give it a value of your own")
-    return value
-
-
-def env_bool(name: str, default: bool) -> bool:
-    return env(name, "1" if default else "0").lower() in {"1", "true", "yes", "on"}
-
+_variables = Variables(os.environ)
+env, env_bool, env_number = _variables.text, _variables.flag, _variables.number
 
 DEBUG = env_bool("LORIKEET_DEBUG", False)
 #: A trainer and beat need neither of these two; Compose does not give them. Django raises when an
@@ -62,7 +46,7 @@ CSRF_TRUSTED_ORIGINS = [BASE_URL]
 #: Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks.
 FORWARDED_ALLOW_IPS = env("FORWARDED_ALLOW_IPS", "")
 #: That a web process holds of one address, or IPv6 network of 64 bits; 0: as many as it can.
-MAX_CONNECTIONS_PER_ADDRESS = int(env("LORIKEET_MAX_CONNECTIONS_PER_ADDRESS", "1000"))
+MAX_CONNECTIONS_PER_ADDRESS = env_number("LORIKEET_MAX_CONNECTIONS_PER_ADDRESS", 1000)
 #: Seconds for which browsers use only https, after one answer by https.
 HSTS_S = 365 * 24 * 3600
 
@@ -144,12 +128,10 @@ TEMPLATES = [
 ]
 
 # A pool and persistent connections exclude each other; under ASGI only the pool is bounded.
-DATABASE_POOL_SIZE = int(env("DATABASE_POOL_SIZE", "0"))
-#: How long gateways go on with keys, models and limits that they have seen when it is away.
-DATABASE_AWAY_S = float(env("LORIKEET_DATABASE_AWAY_S", "30"))
+DATABASE_POOL_SIZE = env_number("DATABASE_POOL_SIZE", 0)
 MAX_DATABASE_AWAY_S = 600
-if DATABASE_AWAY_S > MAX_DATABASE_AWAY_S:
-    raise ImproperlyConfigured(f"LORIKEET_DATABASE_AWAY_S is above {MAX_DATABASE_AWAY_S}")
+#: How long gateways go on with keys, models and limits that they have seen when it is away.
+DATABASE_AWAY_S = env_number("LORIKEET_DATABASE_AWAY_S", 30.0, 0, MAX_DATABASE_AWAY_S)
 DATABASES = {
     "default": dj_database_url.parse(
         env("DATABASE_URL"),
@@ -267,7 +249,7 @@ STATIC_URL = "/static/"
 STATIC_ROOT = Path(env("LORIKEET_STATIC_ROOT", str(BASE_DIR / "staticfiles")))
 
 #: The port of this process's /metrics, /healthz and /readyz; 0: none. They ask for no key.
-METRICS_PORT = int(env("LORIKEET_METRICS_PORT", "0"))
+METRICS_PORT = env_number("LORIKEET_METRICS_PORT", 0, 0, 65535)
 METRICS_ADDRESS = env("LORIKEET_METRICS_ADDRESS", "127.0.0.1")
 #: A file that is touched as long as this process's main loop runs; empty: none.
 ALIVE_FILE = env("LORIKEET_ALIVE_PATH", "")
@@ -282,46 +264,45 @@ CACHES = {
 }
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
-MAX_WAIT_S = float(env("LORIKEET_MAX_WAIT_S", "60"))
+MAX_WAIT_S = env_number("LORIKEET_MAX_WAIT_S", 60.0)
 #: How often Redis's file is rewritten, so that it no longer contains requests that have ended.
-REDIS_REWRITE_S = int(env("LORIKEET_REDIS_REWRITE_S", "300"))
+REDIS_REWRITE_S = env_number("LORIKEET_REDIS_REWRITE_S", 300, 1)
 #: How long a dead letter keeps its prompt, so that an operator can requeue it.
-DEAD_LETTER_DAYS = float(env("LORIKEET_DEAD_LETTER_DAYS", "7"))
+DEAD_LETTER_DAYS = env_number("LORIKEET_DEAD_LETTER_DAYS", 7.0)
 #: Most bytes of a tenant's stored prompts and answers; the oldest are deleted first.
-CONTENT_BYTES_PER_TENANT = int(env("LORIKEET_CONTENT_BYTES_PER_TENANT", str(1024**3)))
+CONTENT_BYTES_PER_TENANT = env_number("LORIKEET_CONTENT_BYTES_PER_TENANT", 1024**3, 1)
 
 #: How long usage records are kept, at least: a month is dropped when all of it is older.
-USAGE_DAYS = int(env("LORIKEET_USAGE_DAYS", "400"))
-if USAGE_DAYS < 31:
-    raise ImproperlyConfigured("LORIKEET_USAGE_DAYS is below 31")
+USAGE_DAYS = env_number("LORIKEET_USAGE_DAYS", 400, 31)
 #: How long a tenant that an operator deleted can be restored; then its data is deleted for good.
-TENANT_DELETION_GRACE_DAYS = int(env("LORIKEET_TENANT_DELETION_GRACE_DAYS", "7"))
+TENANT_DELETION_GRACE_DAYS = env_number("LORIKEET_TENANT_DELETION_GRACE_DAYS", 7)
 
 #: Requests that one batch runner has in flight at a time, however large the pool is.
-BATCH_MAX_IN_FLIGHT = int(env("LORIKEET_BATCH_MAX_IN_FLIGHT", "512"))
+BATCH_MAX_IN_FLIGHT = env_number("LORIKEET_BATCH_MAX_IN_FLIGHT", 512, 1)
 #: Default quotas; an operator may set others for a tenant: see
 #: `controlplane.limits.models.TenantQuota`.
 TENANT_QUOTAS = {
-    "storage_bytes": int(env("LORIKEET_TENANT_STORAGE_BYTES", str(50 * 1024**3))),
-    "training_runs": int(env("LORIKEET_TENANT_TRAINING_RUNS", "20")),
-    "training_at_once": int(env("LORIKEET_TENANT_TRAINING_AT_ONCE", "1")),
-    "training_steps": int(env("LORIKEET_TENANT_TRAINING_STEPS", "20000")),
-    "training_tokens": int(env("LORIKEET_TENANT_TRAINING_TOKENS", "250000000")),
-    "training_device_seconds": int(env("LORIKEET_TENANT_TRAINING_DEVICE_SECONDS", "86400")),
-    "adapter_checks": int(env("LORIKEET_TENANT_ADAPTER_CHECKS", "20")),
+    "storage_bytes": env_number("LORIKEET_TENANT_STORAGE_BYTES", 50 * 1024**3),
+    "training_runs": env_number("LORIKEET_TENANT_TRAINING_RUNS", 20),
+    "training_at_once": env_number("LORIKEET_TENANT_TRAINING_AT_ONCE", 1),
+    "training_steps": env_number("LORIKEET_TENANT_TRAINING_STEPS", 20000),
+    "training_tokens": env_number("LORIKEET_TENANT_TRAINING_TOKENS", 250000000),
+    "training_device_seconds": env_number("LORIKEET_TENANT_TRAINING_DEVICE_SECONDS", 86400),
+    "adapter_checks": env_number("LORIKEET_TENANT_ADAPTER_CHECKS", 20),
 }
 #: Most bytes of a dataset, all its parts together, of any tenant.
-MAX_DATASET_BYTES = int(env("LORIKEET_MAX_DATASET_BYTES", str(2 * 1024**3)))
+MAX_DATASET_BYTES = env_number("LORIKEET_MAX_DATASET_BYTES", 2 * 1024**3, 1)
 #: Time limit of a training run, and so the longest wait of another tenant's first run.
-TRAINING_MAX_RUN_S = float(env("LORIKEET_TRAINING_MAX_RUN_S", str(4 * 3600)))
-if TRAINING_MAX_RUN_S > 11 * 3600:
-    raise ImproperlyConfigured("LORIKEET_TRAINING_MAX_RUN_S is above 39600")
-#: How many queued runs of one base model a trainer takes at once; 1: a child process for each.
-TRAIN_BATCH = int(env("LORIKEET_TRAIN_BATCH", "1"))
-if not 1 <= TRAIN_BATCH <= 256:
-    raise ImproperlyConfigured("LORIKEET_TRAIN_BATCH is not a number from 1 to 256")
+TRAINING_MAX_RUN_S = env_number("LORIKEET_TRAINING_MAX_RUN_S", 4 * 3600.0, 1, 11 * 3600)
 #: Where a serving worker trains batches of runs over the base that it holds; "": the child does.
 TRAINING_SOCKET = env("LORIKEET_TRAINING_SOCKET", "")
+#: How many queued runs of one base model a trainer takes at once; 1: a child process for each.
+TRAIN_BATCH = env_number("LORIKEET_TRAIN_BATCH", 64 if TRAINING_SOCKET else 1, 1, 256)
+if TRAINING_SOCKET and TRAIN_BATCH == 1:
+    raise ImproperlyConfigured(
+        "LORIKEET_TRAIN_BATCH is 1, so that no worker would train by LORIKEET_TRAINING_SOCKET: set "
+        "more, or leave one of both out"
+    )
 try:
     #: When training runs may begin; None: at any time.
     TRAINING_WINDOW = DailyWindow.parse(env("LORIKEET_TRAINING_WINDOW", ""))
@@ -338,15 +319,15 @@ except ValueError as error:
 PROBE = env("LORIKEET_PROBE", "try")
 if PROBE not in ("require", "try", "off"):
     raise ImproperlyConfigured("LORIKEET_PROBE is none of require, try and off")
-PROBE_WAIT_S = float(env("LORIKEET_PROBE_WAIT_S", "120"))
+PROBE_WAIT_S = env_number("LORIKEET_PROBE_WAIT_S", 120.0)
 
 #: Seconds in which new workers should have done what waits; lower: more are asked for.
-TARGET_WAIT_S = float(env("LORIKEET_TARGET_WAIT_S", "10"))
+TARGET_WAIT_S = env_number("LORIKEET_TARGET_WAIT_S", 10.0, 0.01)
 #: How long making a version live waits until all workers have loaded it; 10 at most.
-PREFETCH_WAIT_S = min(10.0, float(env("LORIKEET_PREFETCH_WAIT_S", "5")))
+PREFETCH_WAIT_S = min(10.0, env_number("LORIKEET_PREFETCH_WAIT_S", 5.0))
 #: How often workers are asked for the adapters that are kept warm; a pin lasts for six turns, and
 #: workers end it after ten minutes.
-WARMTH_TURN_S = min(100.0, max(1.0, float(env("LORIKEET_WARMTH_TURN_S", "20"))))
+WARMTH_TURN_S = min(100.0, max(1.0, env_number("LORIKEET_WARMTH_TURN_S", 20.0)))
 
 CELERY_BROKER_URL = env("CELERY_BROKER_URL", REDIS_URL)
 CELERY_TASK_IGNORE_RESULT = True
@@ -372,8 +353,8 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "socket_keepalive": True,
 }
 CELERY_BEAT_SCHEDULE = beat_schedule(
-    schedule_tick_s=float(env("LORIKEET_SCHEDULE_TICK_S", "20")),
-    files_sweep_s=float(env("LORIKEET_FILES_SWEEP_S", "300")),
+    schedule_tick_s=env_number("LORIKEET_SCHEDULE_TICK_S", 20.0, 0.01),
+    files_sweep_s=env_number("LORIKEET_FILES_SWEEP_S", 300.0, 0.01),
     warmth_turn_s=WARMTH_TURN_S,
 )
 

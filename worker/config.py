@@ -15,6 +15,9 @@ from contract.daily_window import DailyWindow
 from contract.gpu_share import trainer_gpu_share
 from contract.log_lines import FORMATS, LEVELS
 
+#: What Linux takes as a Unix socket's path.
+_MAX_SOCKET_BYTES = 107
+
 
 class ConfigError(Exception):
     """An environment variable is missing or has a wrong value; the message names it."""
@@ -122,7 +125,7 @@ class WorkerConfig:
     threads: int | None = None
     #: What is lent to trainers; None: nothing is.
     training: TrainingConfig | None = None
-    #: Whether the engine drafts tokens; only on a CPU.
+    #: Whether the engine drafts tokens: docs/speculation.md.
     speculation: bool = False
     #: Requests that run at SIGTERM have so long to finish.
     drain_timeout_s: float = 30.0
@@ -215,11 +218,14 @@ def drop_environment() -> None:
 
 
 def _reserved_share(read: _Reader) -> float:
+    """Return what the worker leaves free; if it trains, for itself, wherever the trainer is."""
+    gpu = read.text("LORIKEET_GPU", "")
+    trains = read.text("LORIKEET_TRAINING_SOCKET", "") != ""
     try:
         share = trainer_gpu_share(
             read.text("LORIKEET_TRAINER_GPU_SHARE", ""),
-            read.text("LORIKEET_GPU", ""),
-            read.text("LORIKEET_TRAINER_GPU", ""),
+            gpu,
+            gpu if trains else read.text("LORIKEET_TRAINER_GPU", ""),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -241,7 +247,24 @@ def _training(read: _Reader) -> TrainingConfig | None:
         window = DailyWindow.parse(read.text("LORIKEET_TRAINING_WINDOW", ""))
     except ValueError as error:
         raise ConfigError(f"LORIKEET_TRAINING_WINDOW: {error}") from error
+    _check_socket(Path(path))
     return TrainingConfig(socket=Path(path), share=share, window=window)
+
+
+def _check_socket(path: Path) -> None:
+    """Raise ConfigError unless the worker can make its socket here: before the model is loaded."""
+    problem = ""
+    if len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
+        problem = f"the path is longer than {_MAX_SOCKET_BYTES} bytes"
+    elif not path.is_absolute() or not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = f"this account cannot make a file in the folder {path.parent}"
+    elif path.exists() and not path.is_socket():
+        problem = "there is something that is no socket"
+    if problem:
+        raise ConfigError(
+            f"LORIKEET_TRAINING_SOCKET is {str(path)!r}: {problem}. In Compose it is "
+            "/run/training/worker-0.sock"
+        )
 
 
 class _Reader:

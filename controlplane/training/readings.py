@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import Counter
 from collections.abc import Iterable
 
+from django.conf import settings
 from django.utils import timezone
 from prometheus_client.core import Metric
 
@@ -31,7 +33,7 @@ def training() -> Iterable[Metric]:
         num_spent = picking.tenants_that_spent().count()
     now = timezone.now()
     counts = Counter(status for status, *_ in runs)
-    queued = [(now - created_at).total_seconds() for s, created_at, *_ in runs if s == "queued"]
+    queued = [_waited_s(created_at, now) for s, created_at, *_ in runs if s == Status.QUEUED]
     at_work = [numbers for status, _, *numbers in runs if status == Status.RUNNING]
     done, planned, speed = (sum(values[i] or 0 for values in at_work) for i in range(3))
 
@@ -47,7 +49,7 @@ def training() -> Iterable[Metric]:
         ),
         one(
             "lorikeet_training_oldest_queued_seconds",
-            "How long the oldest queued run has waited.",
+            "How long the oldest queued run has waited since the training window opened.",
             max(queued, default=0.0),
         ),
         one(
@@ -59,3 +61,13 @@ def training() -> Iterable[Metric]:
         one("lorikeet_training_steps_planned", "Steps that the running runs have.", planned),
         one("lorikeet_training_tokens_per_second", "Tokens that the running runs train on.", speed),
     ]
+
+
+def _waited_s(created_at: dt.datetime, now: dt.datetime) -> float:
+    """Return how long a run might have begun: waiting for the night is nobody's fault."""
+    window = settings.TRAINING_WINDOW
+    if window is not None:
+        if not window.is_open(now):
+            return 0.0
+        created_at = max(created_at, window.opened_at(now))
+    return (now - created_at).total_seconds()

@@ -49,6 +49,7 @@ def stack(images: str, receiver: Receiver) -> Iterator[Stack]:
     variables = {
         "LORIKEET_PIP_OPTIONS": images,
         "LORIKEET_OPERATOR_EMAIL": "ops@example.com",
+        "LORIKEET_SPECULATION": "on",  # so that the dashboard has drafts to show
         # As docs/webhooks.md has an operator allow an address that is not public.
         "LORIKEET_OUTBOUND_HOSTS": f"{address}:{receiver.port}",
         "LORIKEET_OUTBOUND_ALLOWED_NETWORKS": f"{address}/32",

@@ -5,11 +5,13 @@ The tests are one story and run in this order: what is up is used, broken, stopp
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import socket
 import subprocess
 import time
+import zoneinfo
 from pathlib import Path
 from typing import Any
 
@@ -219,16 +221,18 @@ def test_after_all_that_a_run_still_trains(acme: Client) -> None:
     assert run["status"] == "succeeded", run["error"]
 
 
+def probe(stack: Stack, service: str, path: str) -> str:
+    """What a process answers on its port inside."""
+    script = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/{path}').read().decode())"
+    return docker("exec", stack.container(service), "python", "-c", script)
+
+
 @pytest.mark.parametrize("service", PROCESSES)
 def test_every_process_tells_what_it_measures_and_that_it_can_serve(
     stack: Stack, service: str
 ) -> None:
-    def answer(path: str) -> str:
-        script = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/{path}').read().decode())"
-        return docker("exec", stack.container(service), "python", "-c", script)
-
-    assert "lorikeet_" in answer("metrics")
-    assert answer("healthz") and answer("readyz")
+    assert "lorikeet_" in probe(stack, service, "metrics")
+    assert probe(stack, service, "healthz") and probe(stack, service, "readyz")
 
 
 def test_the_doctor_finds_nothing_that_is_wrong(stack: Stack) -> None:
@@ -252,6 +256,27 @@ def test_all_is_backed_up_lost_and_restored(stack: Stack, acme: Client) -> None:
     names = [adapter["name"] for adapter in acme.call("GET", "/api/v1/adapters")["data"]]
     assert "trained" in names and "after-the-backup" not in names
     assert acme.chat("trained", "Hello?")
+
+
+def test_two_lines_of_env_have_the_worker_train_at_night(stack: Stack, acme: Client) -> None:
+    """The trainer asks the worker by their socket, within the hours, in a zone of the images."""
+    now = dt.datetime.now(zoneinfo.ZoneInfo("Europe/Berlin"))
+    begin, end = now - dt.timedelta(hours=1), now + dt.timedelta(hours=3)
+    night = {
+        "LORIKEET_TRAINING_SOCKET": "/run/training/worker-0.sock",
+        "LORIKEET_TRAINING_WINDOW": f"{begin:%H:%M}-{end:%H:%M} Europe/Berlin",
+    }
+    both = ("worker-cpu", "trainer-cpu")
+    stack.compose("up", "--detach", "--no-deps", *both, **night)
+    wait_until(lambda: all(map(stack.is_well, both)), timeout_s=180, what=stack.describe)
+    ask = ("exec", stack.container("trainer-cpu"), "stat", "-c", "%a %u")
+    assert docker(*ask, night["LORIKEET_TRAINING_SOCKET"]).split() == ["600", "10001"]
+    run = train(acme, "at-night")
+    assert run["status"] == "succeeded", run["error"]
+    told = probe(stack, "worker-cpu", "metrics")
+    [trained_s] = re.findall(r"^lorikeet_training_seconds_total (\S+)", told, re.MULTILINE)
+    assert float(trained_s) > 0.0
+    assert acme.chat("at-night", "Invoice of Falcon Energy, 6 items")
 
 
 def test_what_was_made_is_there_after_down_and_up(stack: Stack, acme: Client) -> None:
@@ -282,6 +307,17 @@ def test_what_was_made_is_there_after_down_and_up(stack: Stack, acme: Client) ->
         ({"REDIS_URL": "redis://:wrong@redis:6379/0"}, "migrate", "Redis refuses the password"),
         ({"S3_ENDPOINT_URL": "http://nowhere:1"}, "migrate", "cannot be reached"),
         ({"S3_ENDPOINT_URL": "http://postgres:8333"}, "migrate", "cannot be reached"),
+        ({"LORIKEET_MAX_WAIT_S": "soon"}, "migrate", "LORIKEET_MAX_WAIT_S is 'soon', not a number"),
+        (
+            {"LORIKEET_TRAINING_SOCKET": "/run/training/w.sock", "LORIKEET_TRAIN_BATCH": "1"},
+            "migrate",
+            "LORIKEET_TRAIN_BATCH is 1",
+        ),
+        (
+            {"LORIKEET_TRAINING_SOCKET": "/srv/w.sock"},
+            "worker-cpu",
+            "LORIKEET_TRAINING_SOCKET is '/srv/w.sock': this account cannot make a file",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_within_seconds(

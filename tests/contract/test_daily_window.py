@@ -72,3 +72,17 @@ def test_empty_is_no_window() -> None:
 def test_what_is_none_says_so(text: str) -> None:
     with pytest.raises(ValueError, match=r"window|begins|zone|hour"):
         DailyWindow.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "moment", "opened"),
+    [
+        ("22:00-06:00", "2026-11-24T05:00:00", "2026-11-23T22:00:00"),
+        ("22:00-06:00", "2026-11-23T22:00:00", "2026-11-23T22:00:00"),
+        ("22:00-06:00", "2026-11-24T21:59:00", "2026-11-23T22:00:00"),
+        ("22:00-06:00 Europe/Berlin", "2026-11-23T23:30:00", "2026-11-23T21:00:00"),
+        ("00:30-06:00 Asia/Tokyo", "2026-11-23T15:20:00", "2026-11-22T15:30:00"),
+    ],
+)
+def test_when_it_opened_last(text: str, moment: str, opened: str) -> None:
+    assert window(text).opened_at(at(moment)) == at(opened)

@@ -252,6 +252,18 @@ def test_where_no_worker_answers_jobs_wait_and_can_be_cancelled(
     assert [event for _, event in heard] == ["warning"] * 3 + ["error"] * 3
 
 
+@pytest.fixture
+def environment(tiny_base: Path, tmp_path: Path) -> dict[str, str]:
+    return {
+        "LORIKEET_BASE_MODEL": str(tiny_base),
+        "REDIS_URL": "redis://nowhere",
+        "S3_ENDPOINT_URL": "http://nowhere",
+        "S3_ACCESS_KEY_ID": "a",
+        "S3_SECRET_ACCESS_KEY": "b",
+        "LORIKEET_TRAINING_SOCKET": str(tmp_path / "worker.sock"),
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -260,16 +272,44 @@ def test_where_no_worker_answers_jobs_wait_and_can_be_cancelled(
         ("LORIKEET_TRAINING_WINDOW", "25:00-06:00"),
     ],
 )
-def test_a_wrong_setting_is_named(tiny_base: Path, name: str, value: str) -> None:
-    environment = {
-        "LORIKEET_BASE_MODEL": str(tiny_base),
-        "REDIS_URL": "redis://nowhere",
-        "S3_ENDPOINT_URL": "http://nowhere",
-        "S3_ACCESS_KEY_ID": "a",
-        "S3_SECRET_ACCESS_KEY": "b",
-        "LORIKEET_TRAINING_SOCKET": "/run/training.sock",
-    }
+def test_a_wrong_setting_is_named(environment: dict[str, str], name: str, value: str) -> None:
     config = WorkerConfig.from_environment(environment)
-    assert config.training == TrainingConfig(socket=Path("/run/training.sock"))
+    path = environment["LORIKEET_TRAINING_SOCKET"]
+    assert config.training == TrainingConfig(socket=Path(path))
     with pytest.raises(ConfigError, match=name):
         WorkerConfig.from_environment({**environment, name: value})
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nowhere/worker.sock", "cannot make a file in the folder"),
+        ("x" * 200, "longer than 107 bytes"),
+        ("file", "something that is no socket"),
+    ],
+)
+def test_a_place_for_no_socket_is_named_before_the_model_is_loaded(
+    environment: dict[str, str], place: str, said: str
+) -> None:
+    path = Path(environment["LORIKEET_TRAINING_SOCKET"]).with_name("file")
+    path.write_text("precious")
+    environment["LORIKEET_TRAINING_SOCKET"] = str(path.parent / place)
+    with pytest.raises(ConfigError, match=f"LORIKEET_TRAINING_SOCKET is .*{said}"):
+        WorkerConfig.from_environment(environment)
+    assert path.read_text() == "precious"
+
+
+def test_a_socket_that_a_killed_worker_left_is_taken_over(environment: dict[str, str]) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(environment["LORIKEET_TRAINING_SOCKET"])
+    assert WorkerConfig.from_environment(environment).training is not None
+
+
+def test_a_worker_that_trains_leaves_room_for_it_wherever_the_trainer_is(
+    environment: dict[str, str],
+) -> None:
+    environment |= {"LORIKEET_TRAINER_GPU_SHARE": "0.2", "LORIKEET_GPU": "0"}
+    environment["LORIKEET_TRAINER_GPU"] = "1"
+    assert WorkerConfig.from_environment(environment).reserved_share == 0.2
+    del environment["LORIKEET_TRAINING_SOCKET"]
+    assert WorkerConfig.from_environment(environment).reserved_share == 0.0

@@ -100,6 +100,20 @@ def test_the_uploads_of_the_adapters_page(shell: tuple[Path, dict[str, str]]) ->
     assert "'is_uploaded': True" in done.stdout and done.stdout.endswith("uploaded\n")
 
 
+def test_a_run_that_fails_says_why(trainer: System, cli: Cli, files: Files) -> None:
+    """To who watches it, and to who asks later; the trainer's last lines are part of it."""
+    cli.json("datasets", "upload", str(files.chats()), "--name=long-rows")
+    adapter = trainer.tenants["acme"].adapter
+    short = ("--set", "max_length=8", "--set", "max_steps=1")
+    done = cli.run("runs", "start", adapter, "long-rows", *short, "--watch")
+    assert done.code == 1, done.out
+    runs = cli.json("runs", "list", "--adapter", adapter)["data"]
+    [failed] = [run for run in runs if run["dataset"] == "long-rows"]
+    assert failed["status"] == "failed" and "max_length" in failed["error"]
+    assert "The run failed" in done.err and failed["error"] in done.err
+    assert failed["error"] in cli.run("runs", "watch", failed["id"]).err
+
+
 def test_every_command_has_an_example() -> None:
     named = {each.name or "" for each in app.registered_commands}
     for group in app.registered_groups:
