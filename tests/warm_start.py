@@ -225,9 +225,9 @@ def _import_all() -> None:
             importlib.import_module(".".join(parts))
 
 
-def _forget_settings() -> None:
+def forget_settings() -> None:
     """Read the settings from the new environment; nothing was connected with the old ones."""
-    sys.modules.pop(os.environ[SETTINGS])
+    sys.modules.pop(os.environ[SETTINGS], None)
     conf.settings._wrapped = conf.empty
     assert all(made.connection is None for made in connections.all(initialized_only=True))
     for handler in (connections, caches):
@@ -249,7 +249,7 @@ def main() -> None:
         listener.listen(16)
         argv = _serve(listener)
     if argv is not None:
-        _forget_settings()
+        forget_settings()
         _run(argv)
 
 
