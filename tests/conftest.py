@@ -103,10 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
         from django.conf import settings
 
-        from tests import database
-
         assert settings.DATABASES
-        database.shared = config.getoption("--lanes")
 
 
 def _needs_servers(item: pytest.Item) -> bool:
@@ -188,20 +185,14 @@ def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix: N
 
     from tests import database
 
-    if database.shared is not None:
-        database.ensure_migrated(STACK.env)
-        settings.DATABASES["default"].setdefault("TEST", {})["TEMPLATE"] = database.MIGRATED
+    database.ensure_migrated(STACK.env)
+    settings.DATABASES["default"].setdefault("TEST", {})["TEMPLATE"] = database.MIGRATED
     return database.become_owner()
 
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
-    from django.db import connection
-
     from tests import database
 
-    with django_db_blocker.unblock():
-        connection.close()  # or else there is no copying
-        database.keep_migrated(STACK.env, connection.settings_dict["NAME"])
-        with database.as_application():
-            yield
+    with django_db_blocker.unblock(), database.as_application():
+        yield
