@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests import lanes
+from tests import forked_lanes, lanes
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".test"
@@ -39,12 +39,16 @@ gc.disable()
 # there the kernels are compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+#: Of the process that forked the lanes: the worst of theirs.
+LANES_STATUS = pytest.StashKey[int]()
+
 HAS_SERVERS = all(importlib.util.find_spec(name) for name in NEEDED)
 
 if HAS_SERVERS:
     from demo.processes import recorded_process, stop_leftover, write_pid_file
     from demo.stack import EmbeddedStack
     from tests.live import live  # noqa: F401  (a fixture)
+    from tests.warm_start import forget_settings, warm_start, warm_trainers
 
     def _remove_leftovers() -> None:
         """What a killed session left: one folder per session."""
@@ -55,22 +59,36 @@ if HAS_SERVERS:
                     stop_leftover(pid_file)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    FOLDER.mkdir(exist_ok=True)
-    with (FOLDER / "lock").open("w") as lock:
-        # One at a time: `make test` starts two, and a folder just made looks like a leftover.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _remove_leftovers()
-        # Not durable: the tests' data need not survive a power cut.
-        STACK = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
-        write_pid_file(STACK.folder / "session.json", os.getpid())
-    os.environ.update(STACK.env)
+    def _make_stack() -> EmbeddedStack:
+        """This process's servers, which do not run yet; the environment leads to them."""
+        FOLDER.mkdir(exist_ok=True)
+        with (FOLDER / "lock").open("w") as lock:
+            # One at a time: lanes begin together, and a folder just made looks like a leftover.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _remove_leftovers()
+            # Not durable: the tests' data need not survive a power cut.
+            made = EmbeddedStack(FOLDER / str(os.getpid()), durable=False)
+            write_pid_file(made.folder / "session.json", os.getpid())
+        os.environ.update(made.env)
+        return made
+
+    STACK = _make_stack()
+    HAS_OWN_WORK_DIR = "LORIKEET_WORK_DIR" not in os.environ
     os.environ.setdefault("LORIKEET_WORK_DIR", str(STACK.folder / "work"))
+
+    def _make_own_stack() -> None:
+        """After a fork: servers of this lane's own, and settings that lead to them."""
+        global STACK
+        STACK.stop()  # it never ran: this lets go of its ports
+        STACK = _make_stack()
+        if HAS_OWN_WORK_DIR:
+            os.environ["LORIKEET_WORK_DIR"] = str(STACK.folder / "work")
+        forget_settings()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--lanes", type=Path, help="an empty folder: share the tests with who is given the same"
-    )
+    parser.addoption("--lanes", type=Path, help="an empty folder, by which lanes share the tests")
+    parser.addoption("--num-lanes", type=int, default=1, help="processes that share the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,10 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
         from django.conf import settings
 
-        from tests import database
-
         assert settings.DATABASES
-        database.shared = config.getoption("--lanes")
 
 
 def _needs_servers(item: pytest.Item) -> bool:
@@ -107,21 +122,47 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    if session.config.option.collectonly or not any(map(_needs_servers, session.items)):
+    if not session.config.option.collectonly and _lanes_folder(session) is None:
+        _start_servers(session)
+
+
+def _start_servers(session: pytest.Session) -> None:
+    if not any(map(_needs_servers, session.items)):
         return
     if not HAS_SERVERS:
         raise pytest.UsageError(f"these tests need {', '.join(NEEDED)}: run `make setup`")
     STACK.start()
 
 
+def _lanes_folder(session: pytest.Session) -> Path | None:
+    folder: Path | None = session.config.getoption("--lanes")
+    return folder
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run what this lane takes; without --lanes, pytest runs all."""
-    folder = session.config.getoption("--lanes")
+    """Let lanes run the tests; without --lanes, pytest runs all."""
+    folder = _lanes_folder(session)
     if folder is None or session.config.option.collectonly or session.testsfailed:
         return None
-    lanes.run(session, folder)
+    number = session.config.getoption("--num-lanes")
+    if HAS_SERVERS and any(item.get_closest_marker("slow") for item in session.items):
+        warm_start.begin()
+        warm_trainers.begin()
+    worst = forked_lanes.fork_lanes(session.config, folder, number)
+    if worst is None:
+        if HAS_SERVERS:
+            _make_own_stack()
+        _start_servers(session)
+        lanes.run(session, folder)
+    else:
+        session.stash[LANES_STATUS] = worst
     return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The process that forked the lanes has the worst of their statuses."""
+    session.exitstatus = session.stash.get(LANES_STATUS, session.exitstatus)
 
 
 def pytest_unconfigure() -> None:
@@ -144,20 +185,14 @@ def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix: N
 
     from tests import database
 
-    if database.shared is not None:
-        database.ensure_migrated(STACK.env)
-        settings.DATABASES["default"].setdefault("TEST", {})["TEMPLATE"] = database.MIGRATED
+    database.ensure_migrated(STACK.env)
+    settings.DATABASES["default"].setdefault("TEST", {})["TEMPLATE"] = database.MIGRATED
     return database.become_owner()
 
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
-    from django.db import connection
-
     from tests import database
 
-    with django_db_blocker.unblock():
-        connection.close()  # or else there is no copying
-        database.keep_migrated(STACK.env, connection.settings_dict["NAME"])
-        with database.as_application():
-            yield
+    with django_db_blocker.unblock(), database.as_application():
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
@@ -20,8 +21,6 @@ from demo.servers import SUPERUSER, postgres_program
 ROOT = Path(__file__).parent.parent
 #: A database that is migrated once; others are copies of it.
 MIGRATED = "lorikeet_migrated"
-#: Where lanes leave it for one another: one of them migrates. None: there is one process.
-shared: Path | None = None
 
 
 def migrated_database(env: Mapping[str, str], name: str) -> dict[str, str]:
@@ -31,23 +30,39 @@ def migrated_database(env: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def ensure_migrated(env: Mapping[str, str]) -> None:
-    """Make the database that others are copies of, if there is none on this server."""
+    """Make the database that others are copies of, if there is none on this server.
+
+    To migrate takes 13 s of a processor: a dump is kept for the lanes, and for further runs with
+    the same code.
+    """
     if _exists(env, MIGRATED):
         return
     made = own_database(env, f"{MIGRATED}_new")
-    if shared is None:
-        _migrate({**env, **made})
-    else:
-        dump = shared / "migrated.sql"
-        with (shared / "migrated.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            is_there = dump.exists()
-            if not is_there:
-                _migrate({**env, **made})
-                _run_postgres("pg_dump", made, f"--file={dump}")
-        if is_there:
-            _run_postgres("psql", made, "--quiet", "--set=ON_ERROR_STOP=1", f"--file={dump}")
+    dumps = ROOT / ".test" / "dumps"
+    dumps.mkdir(parents=True, exist_ok=True)
+    dump = dumps / f"{_fingerprint()}.sql"
+    with (dumps / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_there = dump.exists()
+        if not is_there:
+            _migrate({**env, **made})
+            _run_postgres("pg_dump", made, f"--file={dump}.new")
+            for old in dumps.glob("*.sql"):
+                old.unlink()
+            dump.with_suffix(".sql.new").rename(dump)
+    if is_there:
+        _run_postgres("psql", made, "--quiet", "--set=ON_ERROR_STOP=1", f"--file={dump}")
     _execute(env, "alter database {} rename to {}", f"{MIGRATED}_new", MIGRATED)
+
+
+def _fingerprint() -> str:
+    """A hash of what a migrated database depends on: migrations run code of ours and Django's."""
+    known = hashlib.sha256(sys.version.encode())
+    paths = [*(ROOT / "controlplane").rglob("*.py"), *(ROOT / "contract").rglob("*.py")]
+    paths += [*(ROOT / "controlplane").rglob("*.sql"), *(ROOT / "requirements").glob("*.txt")]
+    for path in sorted([*paths, ROOT / "demo" / "servers.py"]):
+        known.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return known.hexdigest()[:16]
 
 
 def _migrate(env: Mapping[str, str]) -> None:
@@ -69,12 +84,6 @@ def _run_postgres(program: str, env: Mapping[str, str], *argv: str) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-
-
-def keep_migrated(env: Mapping[str, str], name: str) -> None:
-    """Let others be copies of this migrated database, to which nobody is connected."""
-    if not _exists(env, MIGRATED):
-        _execute(env, "create database {} template {}", MIGRATED, name)
 
 
 def own_database(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,14 +55,73 @@ def test_what_fails_is_noted(tmp_path: Path) -> None:
     assert (tmp_path / "failed").read_text() == "a\nc d\n"
 
 
-#: Takes the place of Python in `.ci/test`: the first lane says what failed, and a run without lanes
-#: writes what it was asked to run.
+#: Three lanes, each of which runs the test of the file that is named.
+PROGRAM = """
+import sys
+from pathlib import Path
+import pytest
+from tests.forked_lanes import fork_lanes
+
+class Lanes:
+    worst = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        self.worst = fork_lanes(session.config, Path(sys.argv[1]), 3)
+        return None if self.worst is None else True
+
+lanes = Lanes()
+code = pytest.main([sys.argv[2]], plugins=[lanes])
+sys.exit(int(code) if lanes.worst is None else lanes.worst)
+"""
+#: The lane that makes the folder meets its end in it.
+ONE_OF_THREE = """
+import os, signal
+from pathlib import Path
+
+def test_it():
+    try:
+        (Path(__file__).parent / "mine").mkdir()
+    except FileExistsError:
+        return
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "summaries"),
+    [
+        ("pass", 0, 3),
+        ("assert False", 1, 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, 2),
+        ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 2, 2),
+    ],
+)
+def test_the_first_process_has_the_worst_status(
+    tmp_path: Path, end: str, expected: int, summaries: int
+) -> None:
+    """And shows what each lane wrote; ended, it ends them."""
+    test = tmp_path / "test_it.py"
+    test.write_text(ONE_OF_THREE.format(end=end))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(test)],
+        cwd=lanes.TESTS.parent,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    if expected != 2:
+        assert done.stdout.count(" in 0.") == summaries, done.stdout
+
+
+#: Takes the place of Python in `.ci/test`: the run in lanes says what failed, and a run without
+#: them writes what it was asked to run.
 PYTHON = """#!/usr/bin/env bash
 for argument in "$@"; do
     if [[ $argument == --lanes=* ]]; then
-        folder=${argument#--lanes=}
-        mkdir "$folder/first" 2>/dev/null || exit 0
-        printf "$FAILED" >"$folder/failed"
+        printf "$FAILED" >"${argument#--lanes=}/failed"
         exit "$CODE"
     fi
 done

@@ -1,9 +1,9 @@
-"""Start processes of the control plane that have imported its code already.
+"""Start processes of the control plane, and trainers, that have imported their code already.
 
 `make test` starts some hundred of them, and most of a start is to import the same modules. One
-process of each lane imports them once, and forks itself for each start: the new process has its
-own argv, environment, working folder and output, and reads the settings anew.
-`python -m tests.warm_start SOCKET` is that process; it ends when its standard input does.
+process of each kind imports them once, for all lanes, and forks itself for each start: the new
+process has its own argv, environment and standard streams, and reads the settings anew.
+`python -m tests.warm_start SOCKET KIND` is that process; it ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import django
-from django import conf
-from django.core.cache import caches
-from django.db import connections
 
 ROOT = Path(__file__).parent.parent
 #: Modules that do something with settings or the environment when they are imported.
 LATER = ("asgi", "beat", "celery", "serve", "settings", "urls")
 #: Those that tests start by `-m`.
 MODULES = ("controlplane.serve", "tests.live_adapter", "tests.live_seed", "tests.live_warmth")
+#: Programs that train, which tests start by `-m`.
+TRAINERS = ("worker.train", "worker.train_many")
 SETTINGS = "DJANGO_SETTINGS_MODULE"
+#: What torch and transformers read when they are imported begins so.
+_READ_EARLY = ("OMP_", "TORCH", "PYTORCH", "CUDA", "TRITON", "HF_", "TRANSFORMERS", "TOKENIZERS")
 _MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -83,21 +85,37 @@ class WarmProcess:
 
 
 class WarmStart:
-    """Starts processes; the one that forks starts with the first of them."""
+    """Starts processes of a kind, "controlplane" or "trainer", from one that forks."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lorikeet-warm-")
-        self._address = f"{self._folder.name}/socket"
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._address = ""
         self._server: subprocess.Popen[bytes] | None = None
 
-    def popen(
-        self, argv: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
-    ) -> WarmProcess:
-        """Run `python ARGV`, a process of the control plane, in a session of its own."""
+    def begin(self) -> None:
+        """Start the process that forks, unless it was: before lanes fork, they share it.
+
+        It ends when the last of them does, which then closes its standard input.
+        """
+        if self._server is None:
+            self._address = f"{tempfile.mkdtemp(prefix='lorikeet-warm-')}/socket"
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_start", self._address, self._kind],
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+
+    def popen(self, argv: Sequence[str], env: Mapping[str, str], *streams: int) -> WarmProcess:
+        """Run `python ARGV` in a session of its own.
+
+        streams  its standard output, error and, unless it has none, input
+        """
         connection = self._connect()
         request = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         header = len(request).to_bytes(4, "big")
-        socket.send_fds(connection, [header], [stdout, stderr])
+        socket.send_fds(connection, [header], list(streams))
         connection.sendall(request)
         return WarmProcess(connection)
 
@@ -113,29 +131,22 @@ class WarmStart:
         return status, texts[0], texts[1]
 
     def _connect(self) -> socket.socket:
-        if self._server is None:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm_start", self._address],
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + 60
+        self.begin()
+        deadline = time.monotonic() + 120
         while True:
             connection = socket.socket(socket.AF_UNIX)
             try:
                 connection.connect(self._address)
             except OSError:
                 connection.close()
-                assert time.monotonic() < deadline and self._server.poll() is None
+                assert time.monotonic() < deadline, "the process that forks does not answer"
                 time.sleep(0.05)
             else:
                 return connection
 
 
-#: Of this session, whose end closes the standard input of the process that forks.
-warm_start = WarmStart()
+warm_start = WarmStart("controlplane")
+warm_trainers = WarmStart("trainer")
 
 
 def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -148,6 +159,16 @@ def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     return is_ours and is_same and "LORIKEET_METRICS_PORT" not in env
 
 
+def can_trainer_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether it is a program that trains, with what its libraries read as in this session."""
+    is_same = all(
+        env.get(name) == os.environ.get(name)
+        for name in {*env, *os.environ}
+        if name.startswith(_READ_EARLY) and name != "OMP_NUM_THREADS"
+    )
+    return argv[1] in TRAINERS and is_same and env.get("OMP_NUM_THREADS") == "1"
+
+
 def _serve(listener: socket.socket) -> list[str] | None:
     """Fork for each request. Returns in a new process its argv, and None when all is over."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
@@ -156,7 +177,7 @@ def _serve(listener: socket.socket) -> list[str] | None:
         if sys.stdin in ready:
             return None
         connection, _ = listener.accept()
-        header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
         if os.fork() == 0:
             listener.close()
             return _keep(connection, int.from_bytes(header, "big"), descriptors)
@@ -190,12 +211,11 @@ def _keep(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> 
     os.close(begin_read)
     connection.close()
     os.setsid()
-    for number, descriptor in enumerate(descriptors, 1):
+    if len(descriptors) == 2:
+        descriptors = [*descriptors, os.open(os.devnull, os.O_RDONLY)]
+    for number, descriptor in zip((1, 2, 0), descriptors, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
     os.environ.clear()
     os.environ.update(asked["env"])
     argv: list[str] = asked["argv"]
@@ -217,7 +237,9 @@ def _run(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def _import_all() -> None:
+def _import_controlplane() -> None:
+    import django
+
     django.setup()
     for path in sorted((ROOT / "controlplane").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -225,9 +247,26 @@ def _import_all() -> None:
             importlib.import_module(".".join(parts))
 
 
-def _forget_settings() -> None:
+def _import_trainers() -> None:
+    """What a training of the tests' tiny models imports, also late."""
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # imported already
+    for package in ("training", "batch_training", "text"):
+        for path in sorted((ROOT / "worker" / package).glob("*.py")):
+            importlib.import_module(f"worker.{package}.{path.stem}")
+    for name in (
+        *("peft.tuners.lora.model", "transformers.models.llama.modeling_llama"),
+        *("torch.optim", "safetensors.torch", "transformers.trainer"),
+    ):
+        importlib.import_module(name)
+
+
+def forget_settings() -> None:
     """Read the settings from the new environment; nothing was connected with the old ones."""
-    sys.modules.pop(os.environ[SETTINGS])
+    from django import conf
+    from django.core.cache import caches
+    from django.db import connections
+
+    sys.modules.pop(os.environ[SETTINGS], None)
     conf.settings._wrapped = conf.empty
     assert all(made.connection is None for made in connections.all(initialized_only=True))
     for handler in (connections, caches):
@@ -239,18 +278,23 @@ def _forget_settings() -> None:
 
 
 def main() -> None:
+    address, kind = sys.argv[1:]
     gc.disable()
-    _import_all()
+    (_import_trainers if kind == "trainer" else _import_controlplane)()
     gc.collect()
     gc.freeze()
     gc.enable()
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen(16)
+        listener.bind(address)
+        listener.listen(64)
         argv = _serve(listener)
-    if argv is not None:
-        _forget_settings()
-        _run(argv)
+    if argv is None:
+        shutil.rmtree(Path(address).parent)
+        return
+    if kind == "controlplane":
+        forget_settings()
+    _run(argv)
 
 
 if __name__ == "__main__":

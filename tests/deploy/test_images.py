@@ -1,9 +1,14 @@
-"""Each image's pins in an environment of their own, with the files that the image gets."""
+"""Each image's pins, with the files that the image gets.
+
+Two ways: in this environment, where all that the image does not pin is refused; and, in `make
+test-long`, in an environment of its own that pip makes, as the image's build does.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -13,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.deploy.dockerfile import ROOT, stages
 from tests.required_settings import REQUIRED
@@ -59,6 +66,66 @@ def has(name):
         return False
 print("present:", [name for name in {absent!r} if has(name)])
 """
+#: Comes before a program: modules that the image does not have are not found.
+REFUSE = """
+import sys
+class Without:
+    names = set({names})
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in self.names:
+            return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def pins_of(image: str) -> dict[str, str]:
+    """Distribution -> version."""
+    lines = (ROOT / "requirements" / f"{image}.txt").read_text().splitlines()
+    pins = [line.split(";")[0].split() for line in lines if re.match(r"[A-Za-z0-9]", line)]
+    pairs = [pin[0].split("==") for pin in pins]
+    return {canonicalize_name(name.split("[")[0]): version for name, version in pairs}
+
+
+def modules_of(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The names at the top of what it installs."""
+    tops = {file.parts[0] for file in distribution.files or [] if ".." not in file.parts}
+    return {top.split(".")[0] for top in tops if not top.endswith((".dist-info", ".pth", ".data"))}
+
+
+@pytest.mark.parametrize("image", PROGRAMS)
+def test_what_an_image_needs_is_pinned(image: str) -> None:
+    """All that its pins require, in versions that fit each other."""
+    pins = pins_of(image)
+    for name, version in pins.items():
+        found = importlib.metadata.distribution(name)
+        assert found.version.partition("+")[0] == version, name
+        for text in found.requires or []:
+            needed = Requirement(text)
+            is_wanted = needed.marker is None or needed.marker.evaluate({"extra": ""})
+            if is_wanted and not BROUGHT_BY_TORCH.match(needed.name):
+                pin = pins.get(canonicalize_name(needed.name))
+                assert pin is not None, f"{name} needs {needed}"
+                assert needed.specifier.contains(pin, prereleases=True), f"{name} needs {needed}"
+
+
+@pytest.mark.parametrize("image", PROGRAMS)
+def test_an_image_imports_what_is_pinned_alone(image: str, tmp_path: Path) -> None:
+    stage = stages()[image]
+    assert stage.requirements == f"requirements/{image}.txt"
+    app = tmp_path / "app"
+    stage.copy_into(app)
+    pins, has, others = pins_of(image), set(), set()
+    for distribution in importlib.metadata.distributions():
+        name = canonicalize_name(distribution.name)
+        is_torchs = "torch" in pins and BROUGHT_BY_TORCH.match(name)
+        (has if name in pins or is_torchs else others).update(modules_of(distribution))
+    refuse = REFUSE.format(names=json.dumps(sorted(others - has)))
+    program = refuse + PROGRAMS[image] + REPORT.format(absent=ABSENT[image])
+    assert "present: []" in _run([sys.executable, "-c", program], cwd=app)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +185,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("image", PROGRAMS)
 def test_image_installs_and_imports(image: str, pythons: dict[str, Path], tmp_path: Path) -> None:

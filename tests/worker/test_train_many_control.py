@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import Trainer, start_trainer
 from tests.worker.test_train_many import write_jobs
-from tests.worker.training.test_train import ROOT
 from worker.batch_training.disk import CheckpointFolder
 
 
-def start(jobs: list[Path]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker.train_many", "--control", "-", *map(str, jobs)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def start(jobs: list[Path]) -> Trainer | subprocess.Popen[str]:
+    return start_trainer("worker.train_many", "--control", "-", *map(str, jobs))
 
 
 def test_a_cancelled_run_ends_alone_and_the_end_of_the_orders_saves_the_others(

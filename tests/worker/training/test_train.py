@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from contract.training import Hyperparameters, JobError, TrainJob
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import Trainer, start_trainer
 from worker.text.codec import TextCodec
 from worker.train import EventLog, train
 from worker.training.batches import collate
@@ -76,20 +75,13 @@ def write_job(folder: Path, base: Path, dataset: Path, **hyperparameters: Any) -
     return path
 
 
-def start(job: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "worker.train", str(job)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def start(job: Path, *, is_real: bool = False) -> Trainer | subprocess.Popen[str]:
+    return start_trainer("worker.train", str(job), is_real=is_real)
 
 
-def run(job: Path) -> tuple[int, list[dict[str, Any]], str]:
+def run(job: Path, *, is_real: bool = False) -> tuple[int | None, list[dict[str, Any]], str]:
     """Exit code, events, standard error. Every line of standard output must be an event."""
-    with start(job) as process:
+    with start(job, is_real=is_real) as process:
         stdout, stderr = process.communicate(timeout=120)
     return process.returncode, [json.loads(line) for line in stdout.splitlines()], stderr
 
@@ -106,7 +98,7 @@ def test_trains_reports_and_writes_an_adapter_that_peft_loads(
 ) -> None:
     targets = ["q_proj", "down_proj"]
     job = write_job(tmp_path, tiny_base, dataset, max_steps=30, target_modules=targets)
-    code, events, stderr = run(job)
+    code, events, stderr = run(job, is_real=True)
     assert code == 0, stderr
 
     assert [event["event"] for event in events] == ["started", *["progress"] * 30, "done"]
