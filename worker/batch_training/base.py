@@ -41,9 +41,12 @@ def open_base(
     *,
     token_budget: int | None = None,
     max_runs: int | None = None,
+    may_join: bool = False,
 ) -> OpenBase:
     """Load the base on this machine's device, for these jobs.
 
+    may_join  whether others may join them: then there is room for `max_runs` as large as the
+              largest, on a GPU for as many as cost no recomputation, and for one in any case
     Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
     cannot be trained with.
     """
@@ -57,10 +60,12 @@ def open_base(
     config, dtype = ModelConfig.from_folder(folder), training_dtype()
     weights = load_weights(folder, config, device, dtype)
     budget = token_budget or _TOKENS[device]
-    runs = min(max_runs or _RUNS[device], len(jobs))
+    most = max_runs or _RUNS[device]
+    runs = most if may_join else min(most, len(jobs))
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
-    plan = MemoryPlan(sum(sizes[:runs]), 0)
+    later = sizes[0] * max(runs - len(jobs), 0)
+    plan = MemoryPlan(sum(sizes[:runs]) + later, 0)
     if device == "cuda":
         torch.cuda.empty_cache()  # of the base before
         plan = plan_memory(
@@ -68,8 +73,9 @@ def open_base(
             dtype,
             free_bytes=_free_bytes(share),
             token_budget=budget,
-            wanted_elements=sum(sizes[:runs]),
+            wanted_elements=sum(sizes[:runs]) + min(later, sizes[0]),
             least_elements=sizes[0],
+            later_elements=later,
         )
     model = TrainingModel(config, weights, plan.num_recomputed)
     settings = TrainerConfig(
