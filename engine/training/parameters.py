@@ -210,7 +210,9 @@ def _untouched_zeros(count: int, kind: torch.dtype) -> torch.Tensor:
     """Zeros on the host that take memory once they are written to: room for runs that may come."""
     if not count:
         return torch.zeros(0, dtype=kind)
-    return torch.frombuffer(mmap.mmap(-1, count * kind.itemsize), dtype=kind, count=count)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * kind.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=kind, count=count)
 
 
 def clear(pools: Pools, span: Span) -> None:

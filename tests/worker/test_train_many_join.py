@@ -18,9 +18,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from contract.training import TrainJob
+from engine.model.config import ModelConfig
+from engine.training.memory import elements_of
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.test_train_many import Events, adapter_of, by_run, train_here, write_chats
 from tests.worker.training.test_train import ROOT, write_job
+from worker.batch_training import base
+from worker.batch_training.jobs import NamedJob, settings_of
 from worker.train import EventLog
 from worker.train_many import TrainMany
 
@@ -154,6 +159,27 @@ def test_a_job_that_finds_no_room_is_in_the_next_batch(tmp_path: Path, tiny_base
     assert kinds["wrong"] == ["error"]
     assert events["wrong"][0]["field"] == "hyperparameters.eval_steps"
     assert kinds["ended"][-1] == "error" and len(kinds["ended"]) < 100
+
+
+def test_room_for_those_that_may_join_is_bounded(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = []
+    for name, rank in (("one", 4), ("two", 8)):
+        path = write(tmp_path / name, tiny_base, rank=rank)
+        jobs.append(NamedJob(str(path), TrainJob.read(path)))
+
+    def room(*, may_join: bool = True) -> int:
+        opened = base.open_base(tiny_base, jobs, max_runs=10, may_join=may_join)
+        return opened.trainer._spans.capacity
+
+    own, with_more = room(may_join=False), room()
+    config = ModelConfig.from_folder(tiny_base)
+    sizes = [elements_of(config, settings_of(job.job.hyperparameters)) for job in jobs]
+    assert (own, with_more) == (sum(sizes), sum(sizes) + 8 * max(sizes))
+    for num_bytes, wanted in ((0, own), (1 << 40, with_more), (2 * 18 * (own + 5000), None)):
+        monkeypatch.setattr(base, "_host_bytes", lambda num_bytes=num_bytes: num_bytes)
+        assert room() == wanted if wanted is not None else own < room() < with_more
 
 
 def is_locked(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
-from engine.training.memory import MemoryPlan, elements_of, plan_memory
+from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
@@ -27,6 +28,11 @@ def _free_bytes(share: float) -> int:
     """Return what this process can still allocate on the GPU, of its share of the memory."""
     free, total = torch.cuda.mem_get_info()
     return min(free, int(share * total) - torch.cuda.memory_reserved())
+
+
+def _host_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,8 @@ def open_base(
     """Load the base on this machine's device, for these jobs.
 
     may_join  whether others may join them: then there is room for `max_runs` as large as the
-              largest, on a GPU for as many as cost no recomputation, and for one in any case
+              largest; on a GPU for as many as cost no recomputation, and for one in any case, on a
+              CPU for as many as half of the machine's memory holds
     Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
     cannot be trained with.
     """
@@ -65,7 +72,9 @@ def open_base(
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
     later = sizes[0] * max(runs - len(jobs), 0)
-    plan = MemoryPlan(sum(sizes[:runs]) + later, 0)
+    own = sum(sizes[:runs])
+    on_host = _host_bytes() // 2 // bytes_per_element(dtype)
+    plan = MemoryPlan(own + min(later, max(on_host - own, 0)), 0)
     if device == "cuda":
         torch.cuda.empty_cache()  # of the base before
         plan = plan_memory(
@@ -73,7 +82,7 @@ def open_base(
             dtype,
             free_bytes=_free_bytes(share),
             token_budget=budget,
-            wanted_elements=sum(sizes[:runs]) + min(later, sizes[0]),
+            wanted_elements=own + min(later, sizes[0]),
             least_elements=sizes[0],
             later_elements=later,
         )
