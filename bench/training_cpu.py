@@ -1,16 +1,19 @@
 """The demo's two tenants on a CPU: trained in one batch, and one after the other as before.
 
-    python -m bench.training_cpu [--threads 2] [--steps 6]
+    python -m bench.training_cpu [--threads 2] [--steps 6] [--pairs 3]
 
 Tokens a second of the steps alone, and CPU seconds of the whole processes: on a machine that has
-other work the second says more. Each way takes `--steps` of each tenant's steps.
+other work the second says more. Each way takes `--steps` of each tenant's steps. Both ways are
+measured `--pairs` times, one after the other; the ratios (together / alone) are the medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from demo.data.jobs import HYPERPARAMETERS
 from worker.base_model import packaged_model
 
 ROOT = Path(__file__).parent.parent
+WAYS = ("alone", "together")
 
 
 def write_jobs(folder: Path, base: Path, threads: int, steps: int) -> list[str]:
@@ -69,26 +73,40 @@ def train(*arguments: str) -> dict[str, float]:
     return {"seconds": seconds, "cpu_s": cpu, "steps_s": last - started, "tokens": tokens}
 
 
+def measure(way: str, base: Path, threads: int, steps: int) -> dict[str, float]:
+    """Train both tenants `way`: "alone", a process each, or "together"."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = write_jobs(folder, base, threads, steps)
+        if way == "alone":
+            parts = [train("worker.train", job) for job in jobs]
+        else:
+            parts = [train("worker.train_many", str(folder / "checkpoints"), *jobs)]
+    sums = {key: sum(part[key] for part in parts) for key in parts[0]}
+    return {key: round(value, 1) for key, value in sums.items()} | {
+        "tok_s": round(sums["tokens"] / sums["steps_s"], 1),
+        "tokens_per_cpu_s": round(sums["tokens"] / sums["cpu_s"], 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
     report = environment("bench.training_cpu")
     base = packaged_model(ROOT / ".cache" / "base")
-    for way in ("alone", "together"):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            jobs = write_jobs(folder, base, options.threads, options.steps)
-            if way == "alone":
-                parts = [train("worker.train", job) for job in jobs]
-            else:
-                parts = [train("worker.train_many", str(folder / "checkpoints"), *jobs)]
-        sums = {key: sum(part[key] for part in parts) for key in parts[0]}
-        report[way] = {key: round(value, 1) for key, value in sums.items()} | {
-            "tok_s": round(sums["tokens"] / sums["steps_s"], 1),
-            "tokens_per_cpu_s": round(sums["tokens"] / sums["cpu_s"], 1),
-        }
+    pairs = []
+    for number in range(options.pairs):
+        ways = WAYS if number % 2 == 0 else WAYS[::-1]  # so that no way always goes first
+        load = round(os.getloadavg()[0], 2)
+        pair = {way: measure(way, base, options.threads, options.steps) for way in ways}
+        pairs.append({"load_average": load, **pair})
+    report["pairs"] = pairs
+    for key in ("tok_s", "tokens_per_cpu_s"):
+        ratios = [pair["together"][key] / pair["alone"][key] for pair in pairs]
+        report[f"{key}_ratio"] = round(statistics.median(ratios), 2)
     print(json.dumps(report, indent=1))
 
 

@@ -8,12 +8,19 @@ Every run has `started`, `progress` … and one `done` or `error`. Besides:
 
     {"run", "event": "alone", "reason"}     the batch does not do this job; `worker.train` does it,
                                             after the batch
+    {"run", "event": "later", "reason"}     the batch has no room for this job, which joined it; the
+                                            next one of this process trains it
     started has "resumed_step"              where the run goes on from its checkpoint; its
                                             trained_tokens then count those before, too
 
 With --control, lines on standard input are orders: {"cancel": run} ends a run, with `error`, and no
 other; {"pause": run} does, too, but writes its state first, from which it goes on later. The end of
 the input is the end of whoever wanted the adapters: as SIGTERM.
+
+With --join, too, {"add": "JOB.json"} has a job join those that are trained, at most --max-runs at a
+time, and {"last": true} says that none will any more: before, the process does not end. Where
+standard input is a socket, {"add", "lock": true} brings a descriptor, which stays open until the
+job has ended.
 
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
@@ -31,7 +38,6 @@ Exit codes: 0 every run is done · 1 a defect · 2 a job or its data are wrong �
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -45,6 +51,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from contract.training import JobError, TrainJob
+from worker.batch_training.arrivals import Arrivals
+from worker.batch_training.orders import read_orders
 from worker.train import DISK_FULL, EventLog, Stopped, is_disk_full, take_stdout
 
 if TYPE_CHECKING:
@@ -67,6 +75,7 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-s", type=float, default=_CHECKPOINT_S)
     parser.add_argument("--worker", type=Path, help="the socket of a serving worker that trains")
     parser.add_argument("--control", action="store_true", help="obey lines on standard input")
+    parser.add_argument("--join", action="store_true", help="wait for jobs that --control adds")
     return parser.parse_args(given)
 
 
@@ -80,6 +89,14 @@ class TrainMany:
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
         self._alone: tuple[str, subprocess.Popen[str]] | None = None
+        self._folder: CheckpointFolder
+        self._arrivals = Arrivals(dict.fromkeys(options.jobs), is_open=options.join)
+        self._outputs: dict[str, Path] = {}  # of the jobs that have not ended
+        self._ended: set[str] = set()
+        self._locks: dict[str, int] = {}
+        #: Jobs that were read: of each base those that wait for a batch, and those for none.
+        self._waiting: dict[Path, list[NamedJob]] = {}
+        self._for_alone: list[NamedJob] = []
 
     def run(self) -> int:
         """Train everything; return the exit code."""
@@ -87,20 +104,17 @@ class TrainMany:
         from worker.batch_training.disk import CheckpointFolder
 
         root: Path = self._options.checkpoints
-        folder = CheckpointFolder(None if str(root) == "-" else root)
-        jobs = self._read(folder)
-        alone: list[NamedJob] = []
-        for base, group in itertools.groupby(
-            sorted(jobs, key=lambda job: str(job.job.base_model_dir)),
-            key=lambda job: job.job.base_model_dir,
-        ):
-            alone += self._train_together(base, list(group), folder)
-        for named in alone:
-            if named.name in self._cancelled:
-                self._fail(named.name, "it was cancelled")
+        self._folder = CheckpointFolder(None if str(root) == "-" else root)
+        while True:
+            self._read_arrivals()
+            if self._waiting:
+                self._train_together(min(self._waiting))
+            elif self._for_alone:
+                self._train_alone(self._for_alone.pop(0).name)
+            elif self._arrivals.may_come:
+                self.wait()
             else:
-                self._train_alone(named.name)
-        return 2 if self._is_wrong else 0
+                return 2 if self._is_wrong else 0
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: the batch ends between two micro-batches, all else at once."""
@@ -108,11 +122,19 @@ class TrainMany:
             raise Stopped
         self._batch.stop()
 
-    def obey(self, orders: Iterable[str]) -> None:
-        """Do what the lines say until they end; in a thread of its own."""
-        for line in orders:
-            for order, run in json.loads(line).items():
-                self.cancel(str(run), pause=order == "pause")
+    def obey(self, orders: Iterable[dict[str, Any]]) -> None:
+        """Do what the orders say until they end; in a thread of its own."""
+        for order in orders:
+            lock = order.pop("lock", None)
+            for what, run in order.items():
+                if what == "add":
+                    if lock is not None:
+                        self._locks[run] = lock
+                    self._arrivals.put(str(run))
+                elif what == "last":
+                    self._arrivals.end()
+                else:
+                    self.cancel(str(run), pause=what == "pause")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def cancel(self, run: str, *, pause: bool = False) -> None:
@@ -131,81 +153,111 @@ class TrainMany:
 
     def _emit(self, run: str, event: str, **fields: Any) -> None:
         self._log.emit(event, run=run, **fields)
+        if event in ("done", "error"):
+            self._ended.add(run)
+            self._outputs.pop(run, None)
+            if run in self._locks:
+                os.close(self._locks.pop(run))
 
     def _fail(self, run: str, error: JobError | str) -> None:
         self._is_wrong = True
         told = {"field": error.field} if isinstance(error, JobError) else {}
         self._emit(run, "error", message=str(error), **told)
 
-    def _read(self, folder: CheckpointFolder) -> list[NamedJob]:
-        """The jobs that are still to be done; says what becomes of the others."""
+    def _read_arrivals(self) -> None:
+        """Read the jobs that have come; say what becomes of those that no batch trains."""
         from worker.batch_training.jobs import NamedJob
 
-        jobs: list[NamedJob] = []
-        outputs: set[Path] = set()
-        for name in dict.fromkeys(self._options.jobs):
-            result = folder.load_result(name)
+        for name in self._arrivals.take():
+            result = self._folder.load_result(name)
             try:
                 if result is not None and Path(result["output"]).exists():
                     self._emit(name, "done", **result)
-                    folder.drop(name)
+                    self._folder.drop(name)
                     continue
                 job = TrainJob.read(Path(name))
-                if job.output_dir.resolve() in outputs:
+                if job.output_dir.resolve() in self._outputs.values():
                     raise JobError("output_dir", "another job has the same")
             except JobError as error:
                 self._fail(name, error)
                 continue
-            outputs.add(job.output_dir.resolve())
-            jobs.append(NamedJob(name, job))
-        return jobs
+            self._outputs[name] = job.output_dir.resolve()
+            named = NamedJob(name, job)
+            reason = _not_in_the_batch(job)
+            if reason is None:
+                self._waiting.setdefault(job.base_model_dir, []).append(named)
+            else:
+                self._leave_alone([named], reason)
 
-    def _train_together(
-        self, base: Path, jobs: list[NamedJob], folder: CheckpointFolder
-    ) -> list[NamedJob]:
-        """Train the jobs of one base; return those that the batch does not do."""
+    def _leave_alone(self, jobs: Iterable[NamedJob], reason: str) -> None:
+        """Have `worker.train` do jobs, after the batches."""
+        for named in jobs:
+            self._for_alone.append(named)
+            self._emit(named.name, "alone", reason=reason)
+
+    @property
+    def may_join(self) -> bool:
+        """Whether jobs may still join those that are trained."""
+        return self._arrivals.may_come and not self._waiting and not self._for_alone
+
+    def wait(self) -> None:
+        """Wait a moment for a job."""
+        self._arrivals.wait()
+
+    def take_waiting(self, base: Path) -> list[NamedJob]:
+        """The jobs of a base that have come since it was asked before."""
+        self._read_arrivals()
+        return self._waiting.pop(base, [])
+
+    def _train_together(self, base: Path) -> None:
+        """Train the jobs of one base, and those that join them."""
         from engine.errors import OutOfMemory, UnsupportedModel
+        from worker.batch_training.loop import BatchTraining
         from worker.batch_training.remote import TrainerRefuses
 
-        reasons = _not_in_the_batch(jobs)
-        together = [named for named in jobs if named.name not in reasons]
+        joining = _Joining(self, base)
+        together = joining.take()
         try:
-            if together:
-                self._batch = self._open(base, together, folder)
-                for run in list(self._cancelled):
-                    self._batch.cancel(run, pause=run in self._paused)
-                self._batch.run(together)
-                self._is_wrong |= self._batch.failures > 0
-                self._batch = None
+            batch = self._batch = self._open(base, together)
+            for run in list(self._cancelled):
+                batch.cancel(run, pause=run in self._paused)
+            batch.run(together, joining)
+            self._is_wrong |= batch.failures > 0
+            if isinstance(batch, BatchTraining) and batch.left_over:
+                self._waiting.setdefault(base, []).extend(batch.left_over)
         except JobError as error:
-            for named in together:
+            for named in joining.taken:
                 self._fail(named.name, error)
         except (UnsupportedModel, OutOfMemory) as error:
-            reasons |= {named.name: error.message for named in together}
+            self._leave_alone(joining.taken, error.message)
         except TrainerRefuses as error:
-            reasons |= {named.name: f"worker: {error}" for named in together}
-        for name, reason in reasons.items():
-            self._emit(name, "alone", reason=reason)
-        return [named for named in jobs if named.name in reasons]
+            left = [named for named in joining.taken if named.name not in self._ended]
+            self._leave_alone(left, f"worker: {error}")
+        self._batch = None
 
-    def _open(
-        self, base: Path, together: list[NamedJob], folder: CheckpointFolder
-    ) -> BatchTraining | AwayTraining:
+    def _open(self, base: Path, together: list[NamedJob]) -> BatchTraining | AwayTraining:
         """What trains these jobs: a serving worker, if one is set, or this process."""
         from worker.batch_training.away import AwayTraining
         from worker.batch_training.base import open_base
         from worker.batch_training.loop import BatchTraining
 
-        options = self._options
+        options, told = self._options, (self._folder, self._emit, self._options.checkpoint_s)
         if options.worker is not None:
-            return AwayTraining(options.worker, base, folder, self._emit, options.checkpoint_s)
+            return AwayTraining(options.worker, base, *told)
         opened = open_base(
-            base, together, token_budget=options.token_budget, max_runs=options.max_runs
+            base,
+            together,
+            token_budget=options.token_budget,
+            max_runs=options.max_runs,
+            may_join=options.join,
         )
-        return BatchTraining(opened.trainer, opened.codec, folder, self._emit, options.checkpoint_s)
+        return BatchTraining(opened.trainer, opened.codec, *told)
 
     def _train_alone(self, name: str) -> None:
         """Have the present trainer do a job; its events go out as they come."""
+        if name in self._cancelled:
+            self._fail(name, "it was cancelled")
+            return
         with subprocess.Popen(
             [sys.executable, "-m", "worker.train", name], stdout=subprocess.PIPE, text=True
         ) as child:
@@ -229,32 +281,42 @@ class TrainMany:
                 self._emit(name, "error", message=f"its process ended with {child.returncode}")
 
 
-def _not_in_the_batch(jobs: Iterable[NamedJob]) -> dict[str, str]:
-    """The jobs that the batch does not do, and why."""
+class _Joining:
+    """The jobs of one base that come while others of it are trained."""
+
+    def __init__(self, work: TrainMany, base: Path) -> None:
+        self._work, self._base = work, base
+        self.taken: list[NamedJob] = []
+
+    @property
+    def may_come(self) -> bool:
+        """Also no: who waits for another batch does not wait until nobody joins this one."""
+        return self._work.may_join
+
+    def take(self) -> list[NamedJob]:
+        jobs = self._work.take_waiting(self._base)
+        self.taken += jobs
+        return jobs
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def _not_in_the_batch(job: TrainJob) -> str | None:
+    """Return why the batch does not do a job; None: it does it."""
     from engine.training.run import unsupported
     from worker.batch_training.jobs import settings_of
 
-    reasons: dict[str, str] = {}
-    for named in jobs:
-        lack = unsupported(settings_of(named.job.hyperparameters))
-        if lack is not None:
-            reasons[named.name] = f"{lack.field}: {lack.reason}"
-        elif (reason := _alone(named.job)) is not None:
-            reasons[named.name] = reason
-    return reasons
-
-
-def _alone(job: TrainJob) -> str | None:
-    """Return why the batch does not do a job whose settings it does; None: it does it."""
-    lacks = {
-        "validation: the batch does not validate": job.has_validation,
-        f"dataset: it has more than {_MAX_ROWS_BYTES} bytes": (
-            job.dataset.stat().st_size > _MAX_ROWS_BYTES
-        ),
-        "checkpoints: the batch keeps no adapters on the way": job.hyperparameters.checkpoints > 0,
-        "warm_start: the batch begins from PEFT's initial adapter": job.warm_start is not None,
-    }
-    return next((reason for reason, is_so in lacks.items() if is_so), None)
+    lack = unsupported(settings_of(job.hyperparameters))
+    if lack is not None:
+        return f"{lack.field}: {lack.reason}"
+    for name in ("dataset", "validation_dataset"):
+        path: Path | None = getattr(job, name)
+        if path is not None and path.stat().st_size > _MAX_ROWS_BYTES:
+            return f"{name}: it has more than {_MAX_ROWS_BYTES} bytes"
+    if job.hyperparameters.checkpoints > 0:
+        return "checkpoints: the batch keeps no adapters on the way"
+    return None
 
 
 def main(given: Iterable[str] = sys.argv[1:]) -> int:
@@ -264,7 +326,7 @@ def main(given: Iterable[str] = sys.argv[1:]) -> int:
     signal.signal(signal.SIGTERM, work.stop)
     signal.signal(signal.SIGINT, work.stop)
     if options.control:
-        threading.Thread(target=work.obey, args=(sys.stdin,), daemon=True).start()
+        threading.Thread(target=work.obey, args=(read_orders(),), daemon=True).start()
     try:
         return work.run()
     except Stopped:

@@ -6,19 +6,28 @@ thread of its own does all of it; only the child is shared.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
 from django.db import connection
 
 from contract.training import TrainJob
+from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import execution, picking
 from controlplane.training.batch_child import BatchChild
 from controlplane.training.kept_folders import folders_sweep
 from controlplane.training.models import TrainingRun
+
+log = logging.getLogger(__name__)
+
+#: How often a batch looks for a run that may join it.
+JOIN_S = 2.0
 
 
 def training_next() -> None:
@@ -44,24 +53,62 @@ def training_next() -> None:
 
 
 def runs_train_together(runs: list[TrainingRun]) -> None:
-    """Train and publish runs of one base model that were claimed; returns when all have ended."""
+    """Train and publish runs of one base model that were claimed; returns when all have ended.
+
+    Others that are queued meanwhile join them, unless the first is to be trained by itself.
+    """
     folders_sweep()
+    joins = runs[0].num_lost < picking.LOST_TOGETHER
+    most = max(settings.TRAIN_BATCH, len(runs)) if joins else None
+    threads: list[threading.Thread] = []
     with scratch_folder("batch-") as folder:
         child = BatchChild(
-            folder, len(runs), settings.TRAINER_ENVIRONMENT, settings.TRAINING_SOCKET
+            folder, len(runs), settings.TRAINER_ENVIRONMENT, settings.TRAINING_SOCKET, most
         )
-        threads = [
-            threading.Thread(target=_train_one, args=(run, child), name=f"run-{run.pk}")
-            for run in runs
-        ]
-        for thread in threads:
-            thread.start()
+
+        def start(run: TrainingRun) -> None:
+            name = f"run-{run.pk}"
+            threads.append(threading.Thread(target=_train_one, args=(run, child), name=name))
+            threads[-1].start()
+
+        for run in runs:
+            start(run)
+        door = threading.Thread(target=_let_join, args=(runs[0], child, start), name="joining")
+        door.start()
         try:
             child.run()
         finally:
+            door.join()
             for thread in threads:
                 thread.join()
     folders_sweep()
+
+
+def _let_join(first: TrainingRun, child: BatchChild, start: Callable[[TrainingRun], None]) -> None:
+    """Start the thread of each run that may join, as long as any may; in a thread of its own.
+
+    After the time that a run may take none joins any more, so that the child, too, ends sometime.
+    """
+    until = time.monotonic() + settings.TRAINING_MAX_RUN_S
+    try:
+        while child.expect_another(JOIN_S):
+            run = None
+            try:
+                if time.monotonic() >= until:
+                    child.close()
+                else:
+                    run = execution.run_claim_next(beside=first, in_turn=True)
+            except DATABASE_OUTAGE as error:
+                log.warning("no run joins the batch without the database: %r", error)
+                connection.close()
+            finally:
+                if run is None:
+                    child.leave()
+            if run is not None:
+                start(run)
+    finally:
+        child.close()
+        connection.close()
 
 
 def _train_one(run: TrainingRun, child: BatchChild) -> None:

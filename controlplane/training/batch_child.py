@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 CHECKPOINT_S = 45.0
 #: How long a run that is paused may take to write its state.
 SAVE_TIMEOUT_S = 20.0
+#: Events of a run that is trained once the batch has ended.
+_AFTER_THE_BATCH = ("alone", "later")
 Event = dict[str, Any]
 #: Where a GPU's memory is short, pieces of fixed sizes are made over again.
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -55,31 +58,73 @@ class BatchChild:
     """One child process for the runs of several threads.
 
     folder        for what it writes to standard error
+    num_runs      threads that `train`, or `leave` without it, before the child starts
     worker        the socket of a serving worker that trains them; empty: the child trains
-    num_runs      threads that `train`, or `leave` without it
-    num_training  those that `train` now
+    max_runs      that are here at a time, with those that join; None: none joins
+    num_training  threads that `train` now
     """
 
     def __init__(
-        self, folder: Path, num_runs: int, environment: Mapping[str, str], worker: str = ""
+        self,
+        folder: Path,
+        num_runs: int,
+        environment: Mapping[str, str],
+        worker: str = "",
+        max_runs: int | None = None,
     ) -> None:
         self._stderr = folder / "stderr.log"
         self._environment = {**_ALLOCATOR, **environment}
-        self._worker = worker
-        self._num_runs = self._missing = num_runs
+        self._worker, self._max_runs = worker, max_runs
+        self._missing = num_runs
+        self._num_given = 0  # runs that the child was given
         self.num_training = 0
         self._changed = threading.Condition()
         self._events: dict[str, queue.SimpleQueue[Event | None]] = {}
         self._locks: list[int] = []
         self._dropped: set[str] = set()
         self._child: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+        self._is_closed = max_runs is None  # no run may join any more
+        self._has_ended = False
         self._returncode = 0
+
+    def expect_another(self, after_s: float) -> bool:
+        """Wait so long, and until there is room for another run, whose thread is expected then.
+
+        -> False: no run may join any more, because the others have ended, or one of them waits for
+        that: those that join do not keep it waiting.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, timeout=after_s)
+            self._changed.wait_for(lambda: self._is_closed or self._has_room())
+            if self._is_closed:
+                return False
+            self._missing += 1
+            return True
+
+    def _has_room(self) -> bool:
+        assert self._max_runs is not None
+        return self._child is not None and self._missing + self.num_training < self._max_runs
 
     def leave(self) -> None:
         """Note that one of the runs will not be trained."""
         with self._changed:
             self._missing -= 1
-            self._changed.notify_all()
+            self._note_change()
+
+    def close(self) -> None:
+        """Let no further run join."""
+        with self._changed:
+            self._is_closed = True
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Let the child end if there is nothing to wait for; called with the lock."""
+        is_idle = self._missing + self.num_training == 0
+        self._is_closed |= self._child is not None and is_idle
+        if self._is_closed and not self._missing and self._max_runs is not None:
+            self._send({"last": True})
+        self._changed.notify_all()
 
     def train(
         self,
@@ -101,14 +146,8 @@ class BatchChild:
             self.leave()
             tell_again(folder, ticks, reader)
             return
-        path = str(folder / "job.json")
-        job.write(Path(path))
         events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        with self._changed:
-            self._events[path] = events
-            self._locks.append(lock)
-            self.num_training += 1
-        self.leave()  # nobody waits for it any more
+        path = self._give(job, folder, events, lock)
         try:
             self._follow(events, ticks, reader, folder)
         except TrainingPaused:
@@ -121,6 +160,30 @@ class BatchChild:
         finally:
             with self._changed:
                 self.num_training -= 1
+                self._note_change()
+
+    def _give(
+        self, job: TrainJob, folder: Path, events: queue.SimpleQueue[Event | None], lock: int
+    ) -> str:
+        """Have the child train a run: from its start, or beside those that it trains already.
+
+        -> the name that it has there: another one each time that a run comes, in the same folder
+        """
+        with self._changed:
+            self._num_given += 1
+            path = str(folder / f"job-{self._num_given}.json")
+            job.write(Path(path))
+            self._events[path] = events
+            if self._has_ended:
+                events.put(None)
+            elif self._child is None:
+                self._locks.append(lock)
+            else:
+                self._send({"add": path, "lock": True}, lock)
+            self.num_training += 1
+            self._missing -= 1
+            self._note_change()
+            return path
 
     def run(self) -> None:
         """Start the child once every run is there, and hand out its events until it ends."""
@@ -137,36 +200,48 @@ class BatchChild:
                 stop_child(child)
             self._log_end()
         finally:
-            for events in self._events.values():
-                events.put(None)
+            with self._changed:
+                self._has_ended = self._is_closed = True
+                if self._orders is not None:
+                    self._orders.close()
+                for events in self._events.values():
+                    events.put(None)
+                self._changed.notify_all()
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         with self._changed, self._stderr.open("wb") as stderr:
             paths = [path for path in self._events if path not in self._dropped]
             if not paths:
                 return None
+            joins = self._max_runs is not None
             options = [
                 "--control",
+                *(("--join",) if joins else ()),
                 "--checkpoint-s",
                 str(CHECKPOINT_S),
                 "--max-runs",
-                str(len(paths)),
+                str(self._max_runs if joins else len(paths)),
                 *(("--worker", self._worker) if self._worker else ()),
             ]
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=self._environment,
-                pass_fds=self._locks,
-            )
+            self._orders, theirs = socket.socketpair()
+            with theirs:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
+                    stdin=theirs,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=self._environment,
+                    pass_fds=self._locks,
+                )
+            self._note_change()  # all may have ended meanwhile
             return self._child
 
     def _hand_out(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
         while line := child.stdout.readline(MAX_LINE_BYTES):
             event = parse_event(line)
+            if event.get("event") in _AFTER_THE_BATCH:
+                self.close()
             events = self._events.get(str(event.pop("run", "")))
             if events is not None:
                 events.put(event)
@@ -175,13 +250,14 @@ class BatchChild:
         """Have the child cancel or pause a run, or not begin it. -> whether there is a child."""
         with self._changed:
             self._dropped.add(path)
-            if self._child is None:
-                return False
-            assert self._child.stdin is not None
-            with contextlib.suppress(OSError, ValueError):  # it has ended
-                self._child.stdin.write(json.dumps({order: path}).encode() + b"\n")
-                self._child.stdin.flush()
-            return True
+            self._send({order: path})
+            return self._child is not None
+
+    def _send(self, order: dict[str, Any], *locks: int) -> None:
+        """Send an order to the child, if there is one, with descriptors; called with the lock."""
+        if self._orders is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                socket.send_fds(self._orders, [json.dumps(order).encode() + b"\n"], locks)
 
     def _log_end(self) -> None:
         if self._returncode in (0, 2):  # every run has said how it ended
@@ -213,7 +289,7 @@ class BatchChild:
 
     def _ended(self) -> Exception:
         """Why the child ended without a word on a run."""
-        if self._num_runs == 1:  # also raises
+        if self._num_given == 1:  # also raises
             check_end(self._returncode, {}, self._stderr)
         # Also when it crashed: any of the runs may be the reason, and each is tried again.
         return TrainerStopped(NO_ROOM if self._returncode == DISK_FULL else LOST)

@@ -77,10 +77,18 @@ Status = TrainingRun.Status
 BEFORE_SUCCESS: list[Callable[[TrainingRun], None]] = []
 
 
-def run_claim_next(*, beside: TrainingRun | None = None) -> TrainingRun | None:
-    """Take the run that is next, `picking.next_run`, for this trainer; None: there is none."""
+def run_claim_next(
+    *, beside: TrainingRun | None = None, in_turn: bool = False
+) -> TrainingRun | None:
+    """Take the run that is next, `picking.next_run`, for this trainer; None: there is none.
+
+    in_turn  only if it is the next of all, too: `picking.next_to_join`
+    """
     for _ in range(_MAX_TRIES):
-        run = picking.next_run(beside=beside)
+        if beside is not None and in_turn:
+            run = picking.next_to_join(beside)
+        else:
+            run = picking.next_run(beside=beside)
         if run is None:
             return None
         with tenant_scope(run.tenant_id):

@@ -40,6 +40,21 @@ def next_run(*, beside: TrainingRun | None = None) -> TrainingRun | None:
         return turns.next_of(Turn.Kind.TRAINING, runs)
 
 
+def next_to_join(beside: TrainingRun) -> TrainingRun | None:
+    """Return the run to start next, of all tenants, if it may be trained together with `beside`.
+
+    None also if the next one is of another base model, or is to be trained by itself: it does not
+    wait longer because runs that come after it join a batch.
+    """
+    with all_tenants(reason="the next run is chosen among all tenants"):
+        runs = runs_that_may_begin().select_related("adapter")
+        run = turns.next_of(Turn.Kind.TRAINING, runs)
+    if run is None or run.num_lost >= LOST_TOGETHER:
+        return None
+    is_same = run.adapter.base_model_id == beside.adapter.base_model_id
+    return run if is_same else None
+
+
 def runs_that_may_begin() -> QuerySet[TrainingRun]:
     """Return queued runs, in the current scope, of tenants that may start another run.
 

@@ -8,15 +8,17 @@ from engine.training.packer import Piece, cut_step
 from engine.training.parameters import AdapterLayout, Span
 from engine.training.run import RunRequest
 from engine.training.schedule import RowOrder, learning_rate
+from engine.training.validation import Validation
 from kernels.training import RunStep
 
 
 class ActiveRun:
     """One run's state between micro-batches.
 
-    step      optimiser steps made
-    tokens    that were trained on in these steps
-    loss      of the step that is under way: of its rows that went through a micro-batch
+    step        optimiser steps made
+    tokens      that were trained on in these steps
+    loss        of the step that is under way: of its rows that went through a micro-batch
+    validation  None: it is not validated
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class ActiveRun:
         self.step, self.tokens = step, tokens
         self._budget = budget
         self._order = RowOrder(request.settings, request.rows.lengths)
+        held_out = request.held_out
+        self.validation = held_out and Validation(held_out, request.settings.steps, budget)
         self._plan_step()
 
     @property
@@ -40,8 +44,15 @@ class ActiveRun:
         return self.step >= self.request.settings.steps
 
     @property
+    def is_validating(self) -> bool:
+        """Whether its last step is being validated: its next rows are held-out ones."""
+        return self.validation is not None and self.validation.made is not None
+
+    @property
     def piece(self) -> Piece:
         """What the run's next micro-batch takes of it."""
+        if self.validation is not None and self.is_validating:
+            return self.validation.piece
         return self._pieces[self._next]
 
     @property

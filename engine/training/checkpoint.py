@@ -19,17 +19,20 @@ from engine.model.config import ModelConfig
 from engine.training.active import ActiveRun
 from engine.training.errors import RunRefused
 from engine.training.parameters import AdapterLayout, Span, copy_in_pieces, to_host
-from engine.training.run import RunRequest, RunRows
+from engine.training.run import HeldOut, RunRequest, RunRows
+from engine.training.validation import Validation
 from kernels.training import Pools
 
 VERSION = 1
 #: The tensors of a checkpoint: flat, as they lie in the run's span of the pool of that name.
 TENSORS = ("master", "first_moment", "second_moment")
+#: Of a run that is validated, once there is one: the masters of its best state.
+BEST = "best"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """tensors  on the host, by the names of TENSORS
+    """tensors  on the host, by the names of TENSORS, and BEST
     state    what JSON can carry: settings, step, tokens, and what the run belongs to
     """
 
@@ -55,18 +58,27 @@ def rows_digest(rows: RunRows) -> str:
 
 def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None) -> Checkpoint:
     """The run's state after its last optimiser step; for `between` see `to_host`."""
-    own = run.span.elements
-    return Checkpoint(
-        tensors={name: to_host(getattr(pools, name)[own], between) for name in TENSORS},
-        state={
-            "version": VERSION,
-            "run_id": run.request.run_id,
-            "settings": dataclasses.asdict(run.request.settings),
-            "rows": rows_digest(run.request.rows),
-            "step": run.step,
-            "tokens": run.tokens,
-        },
-    )
+    own, validation = run.span.elements, run.validation
+    tensors = {name: to_host(getattr(pools, name)[own], between) for name in TENSORS}
+    state = {
+        "version": VERSION,
+        "run_id": run.request.run_id,
+        "settings": dataclasses.asdict(run.request.settings),
+        "rows": rows_digest(run.request.rows),
+        "step": run.step,
+        "tokens": run.tokens,
+    }
+    if validation is not None:
+        state |= {"held_out": _held_out(run.request), "validation": validation.state()}
+        if validation.best is not None:
+            tensors[BEST] = validation.best
+    return Checkpoint(tensors, state)
+
+
+def _held_out(request: RunRequest) -> list[Any] | None:
+    """Names what a run is validated with, and when."""
+    given: HeldOut | None = request.held_out
+    return given and [rows_digest(given.rows), given.every, given.patience]
 
 
 def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
@@ -78,14 +90,20 @@ def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
         "run_id": request.run_id,
         "settings": _plain(dataclasses.asdict(request.settings)),
         "rows": rows_digest(request.rows),
+        "held_out": _held_out(request),
     }
     for name, value in wanted.items():
         if _plain(state.get(name)) != value:
             raise RunRefused(f"its {name} are not this run's", param="checkpoint")
     size = AdapterLayout(config, request.settings).size
-    for name in TENSORS:
+    for name in (*TENSORS, *({BEST} & saved.tensors.keys())):
         if name not in saved.tensors or saved.tensors[name].shape != (size,):
             raise RunRefused(f"its {name} is not that of this base", param="checkpoint")
+    if request.held_out is not None:
+        try:
+            _restore_validation(saved, Validation(request.held_out, request.settings.steps, 1))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunRefused(f"its validation: {error!r}", param="checkpoint") from error
 
 
 def restore(
@@ -94,6 +112,16 @@ def restore(
     """Write a checkpoint into a span; for `between` see `to_host`."""
     for name in TENSORS:
         copy_in_pieces(getattr(pools, name)[span.elements], saved.tensors[name], between)
+
+
+def restore_run(saved: Checkpoint, run: ActiveRun) -> None:
+    """Give a run what a checkpoint has of it beside its span."""
+    if run.validation is not None:
+        _restore_validation(saved, run.validation)
+
+
+def _restore_validation(saved: Checkpoint, validation: Validation) -> None:
+    validation.restore(saved.state["validation"], saved.tensors.get(BEST))
 
 
 def _plain(value: Any) -> Any:

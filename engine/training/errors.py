@@ -3,7 +3,8 @@
     EngineError
     └── TrainingError            internal
         ├── RunRefused           invalid_request
-        │   └── RunUnsupported   invalid_request
+        │   ├── RunUnsupported   invalid_request
+        │   └── RunTooLarge      invalid_request
         └── RunDiverged          invalid_request
 
 The right column is `code`, as in `engine.errors`.
@@ -26,6 +27,10 @@ class RunRefused(TrainingError):
 
 class RunUnsupported(RunRefused):
     """The run asks for something that the batch does not do; `unsupported` says what."""
+
+
+class RunTooLarge(RunRefused):
+    """The run has more parameters than this trainer has room for; another may have it."""
 
 
 class RunDiverged(TrainingError):

@@ -16,7 +16,8 @@ Outcome = Literal["finished", "failed", "cancelled"]
 class RunStarted:
     """The run takes part from now on.
 
-    step, tokens  optimiser steps that it had made before, and tokens it was trained on in them
+    step    optimiser steps that it had made, and said, before
+    tokens  that it was trained on before
     """
 
     run_id: str
@@ -27,11 +28,14 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """The run made an optimiser step, its `step`-th.
+    """The run made an optimiser step, its `step`-th, and was validated if it was time to.
 
-    loss       mean over the answer tokens of the step's rows, before the update
-    grad_norm  before clipping
-    tokens     trained on since the run's beginning
+    loss             mean over the answer tokens of the step's rows, before the update
+    grad_norm        before clipping
+    tokens           trained on since the run's beginning
+    validation_loss  mean over the held-out answer tokens after the update; None: it was not
+                     validated, or the loss is no finite number
+    best_step        of the state with the least loss so far, `best_loss`
     """
 
     run_id: str
@@ -40,14 +44,19 @@ class RunProgress:
     learning_rate: float
     grad_norm: float
     tokens: int
+    validation_loss: float | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The last of a run.
 
-    adapter  of a finished run: its tensors by PEFT's names, on the host, views of one
-    error    of a failed one
+    adapter    of a finished run: its tensors by PEFT's names, on the host, views of one; the best
+               state's where there is one, else the last
+    best_step  of that state, with the validation loss `best_loss`
+    error      of a failed one
     """
 
     run_id: str
@@ -55,6 +64,8 @@ class RunEnded:
     step: int
     tokens: int
     adapter: dict[str, torch.Tensor] | None = field(default=None, repr=False)
+    best_step: int | None = None
+    best_loss: float | None = None
     error: TrainingError | None = None
 
 

@@ -57,11 +57,13 @@ def plan_memory(
     token_budget: int,
     wanted_elements: int,
     least_elements: int,
+    later_elements: int = 0,
 ) -> MemoryPlan:
     """Divide `free_bytes`: room for the wanted runs, then as little recomputed as fits.
 
     wanted_elements  parameters of all runs that are to take part together
     least_elements   of the largest; raises OutOfMemory when there is no room for it
+    later_elements   of runs that may come later: they get of what is left then
     """
     element = bytes_per_element(dtype)
     layer = kept_bytes(config, dtype) * token_budget
@@ -76,8 +78,10 @@ def plan_memory(
         )
     share = max(int(usable * _LEAST_POOL_SHARE), least_elements * element)
     pool = min(wanted_elements, share // element) // SPAN * SPAN
-    kept_layers = (usable - pool * element) // layer
-    return MemoryPlan(pool, max(config.num_layers - kept_layers, 0))
+    kept_layers = min((usable - pool * element) // layer, config.num_layers)
+    left = (usable - pool * element - kept_layers * layer) // element
+    pool += min(later_elements, left) // SPAN * SPAN
+    return MemoryPlan(pool, config.num_layers - kept_layers)
 
 
 def elements_of(config: ModelConfig, settings: RunSettings) -> int:

@@ -7,6 +7,7 @@ of each: its adapter's A and B, module after module, in the order in which PEFT 
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -194,13 +195,24 @@ def make_pools(
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kinds = [wide] * 4 if dtype == wide else [wide] * 4 + [dtype]
-    if memory is None:
+    if memory is None and device.type == "cpu":
+        pools = [_untouched_zeros(capacity, kind) for kind in kinds]
+    elif memory is None:
         pools = [torch.zeros(capacity, dtype=kind, device=device) for kind in kinds]
     else:
         sizes = [capacity * kind.itemsize for kind in kinds]
         cut = torch.split(memory[: sum(sizes)], sizes)
         pools = [part.view(kind).zero_() for part, kind in zip(cut, kinds, strict=True)]
     return Pools(pools[-1] if dtype != wide else pools[0], *pools[:4])
+
+
+def _untouched_zeros(count: int, kind: torch.dtype) -> torch.Tensor:
+    """Zeros on the host that take memory once they are written to: room for runs that may come."""
+    if not count:
+        return torch.zeros(0, dtype=kind)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * kind.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=kind, count=count)
 
 
 def clear(pools: Pools, span: Span) -> None:

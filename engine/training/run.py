@@ -189,11 +189,32 @@ class RunRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Rows that a run is validated with; the state with the least loss on them is its result.
+
+    every     steps between two validations; the last step is always followed by one
+    patience  validations without a better loss, after which the run ends; None: it goes on
+    """
+
+    rows: RunRows
+    every: int
+    patience: int | None = None
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise RunRefused naming what is wrong."""
+        self.rows.check(config)
+        for name, value in (("every", self.every), ("patience", self.patience)):
+            if value is not None and value < 1:
+                raise RunRefused(f"{name} is {value}, not 1 or more", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
     """A run to be trained.
 
-    tenant   takes turns with the others; nothing else is made of it
-    adapter  tensors to start from, by PEFT's names; None: PEFT's initial ones
+    tenant    takes turns with the others; nothing else is made of it
+    adapter   tensors to start from, by PEFT's names; None: PEFT's initial ones
+    held_out  None: it is not validated, and its last state is its result
     """
 
     run_id: str
@@ -201,3 +222,4 @@ class RunRequest:
     settings: RunSettings
     tenant: str = ""
     adapter: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
+    held_out: HeldOut | None = None

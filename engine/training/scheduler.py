@@ -70,11 +70,16 @@ class Scheduler:
             del self._tenants[name]
 
     def select(
-        self, next_tokens: Mapping[str, int], budget: int, most: int | None = None
+        self,
+        next_tokens: Mapping[str, int],
+        budget: int,
+        most: int | None = None,
+        kinds: Mapping[str, bool] | None = None,
     ) -> list[str]:
         """The running runs that share the next micro-batch, and count their tokens as given.
 
         next_tokens  of each running run: what its next piece takes, more than `budget` perhaps
+        kinds        of each running run; only those of one kind share a micro-batch
         -> at least one, if any runs; then as many as fit, `most` at most
         """
         chosen: list[str] = []
@@ -83,7 +88,8 @@ class Scheduler:
         def take(run_id: str) -> bool:
             nonlocal left
             has_room = most is None or len(chosen) < most
-            if chosen and not (has_room and next_tokens[run_id] <= left):
+            is_alike = kinds is None or not chosen or kinds[run_id] == kinds[chosen[0]]
+            if chosen and not (has_room and is_alike and next_tokens[run_id] <= left):
                 return False
             chosen.append(run_id)
             left -= next_tokens[run_id]

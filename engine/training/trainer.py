@@ -14,7 +14,13 @@ import torch
 from engine.training import checkpoint
 from engine.training.active import ActiveRun
 from engine.training.checkpoint import Checkpoint
-from engine.training.errors import RunDiverged, RunRefused, RunUnsupported, TrainingError
+from engine.training.errors import (
+    RunDiverged,
+    RunRefused,
+    RunTooLarge,
+    RunUnsupported,
+    TrainingError,
+)
 from engine.training.events import Event, Outcome, RunEnded, RunProgress, RunStarted
 from engine.training.initial import InitialAdapters
 from engine.training.model import TrainingModel
@@ -31,6 +37,7 @@ from engine.training.parameters import (
 from engine.training.run import RunRequest, unsupported
 from engine.training.scheduler import Scheduler
 from engine.training.tables import SiteTables
+from engine.training.validation import StepMade, Validation
 from kernels.training import RunStep, adamw
 
 
@@ -93,7 +100,8 @@ class BatchTrainer:
     def add(self, request: RunRequest, saved: Checkpoint | None = None) -> None:
         """Take a run in, from its beginning or from where a checkpoint of it was taken.
 
-        Raises RunUnsupported for what the batch does not do, and RunRefused for what is wrong.
+        Raises RunUnsupported for what the batch does not do, RunTooLarge for what it has no room
+        for, and RunRefused for what is wrong.
         """
         if request.run_id in self._waiting or request.run_id in self._active:
             raise RunRefused(f"there is a run {request.run_id} already", param="run_id")
@@ -105,7 +113,9 @@ class BatchTrainer:
         layout = AdapterLayout(self._model.config, request.settings)
         if layout.size > self._spans.capacity:
             problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
-            raise RunRefused(problem, param="rank")
+            raise RunTooLarge(problem, param="rank")
+        if request.held_out is not None:
+            request.held_out.check(self._model.config)
         if saved is not None:
             checkpoint.check(saved, request, self._model.config)
         if request.adapter is not None:
@@ -132,13 +142,19 @@ class BatchTrainer:
         return None if run is None else checkpoint.take(run, self._pools, self._model.between)
 
     def step(self) -> list[Event]:
-        """Train one micro-batch: begin runs, pack, forward and backward, update, report."""
+        """Train one micro-batch: begin runs, pack, forward and backward, update, report.
+
+        Or validate one: of those whose turn it is some may have made a step that is validated.
+        """
         self._begin_runs()
         sizes = {run_id: run.piece.num_tokens for run_id, run in self._active.items()}
+        kinds = {run_id: run.is_validating for run_id, run in self._active.items()}
         config = self._config
-        chosen = self._scheduler.select(sizes, config.token_budget, config.runs_a_pass)
-        if chosen:
-            runs = [self._active[run_id] for run_id in chosen]
+        chosen = self._scheduler.select(sizes, config.token_budget, config.runs_a_pass, kinds)
+        runs = [self._active[run_id] for run_id in chosen]
+        if runs and runs[0].is_validating:
+            self._validate(runs)
+        elif runs:
             self._pass_pieces(runs)
             self._update([run for run in runs if run.is_step_whole])
         events, self._events = self._events, []
@@ -154,7 +170,7 @@ class BatchTrainer:
         self._spans.check_integrity()
         assert self._spans.used == sum(run.span.size for run in self._active.values())
         for run in self._active.values():
-            assert not run.is_finished and not run.is_step_whole
+            assert run.is_validating or not (run.is_finished or run.is_step_whole)
         if not self._active:
             assert not self._pools.master.any() and not self._pools.gradient.any()
 
@@ -208,17 +224,19 @@ class BatchTrainer:
             step=saved.step if saved else 0,
             tokens=saved.tokens if saved else 0,
         )
+        if saved is not None:
+            checkpoint.restore_run(saved, run)
         self._active[request.run_id] = run
         self._scheduler.begin(request.run_id)
         self._events.append(
             RunStarted(
                 run_id=request.run_id,
-                step=run.step,
+                step=run.step - run.is_validating,
                 tokens=run.tokens,
                 num_parameters=layout.num_values,
             )
         )
-        if run.is_finished:
+        if run.is_finished and not run.is_validating:
             self._end(run, "finished")
 
     def _pass_pieces(self, runs: list[ActiveRun]) -> None:
@@ -237,34 +255,75 @@ class BatchTrainer:
         for run, made, norm in zip(due, steps, norms, strict=True):
             for what, value in (("loss", run.loss), ("gradient's norm", norm)):
                 if not math.isfinite(value):
-                    self._end(run, "failed", RunDiverged(made.step, what))
+                    self._end_diverged(run, RunDiverged(made.step, what))
                     break
             else:
                 self._go_on(run, made, norm)
 
-    def _go_on(self, run: ActiveRun, made: RunStep, norm: float) -> None:
-        """Report an optimiser step and plan the next, or end the run."""
-        loss = run.loss
+    def _end_diverged(self, run: ActiveRun, error: RunDiverged) -> None:
+        """End a run with its best state, or with the error if there is none."""
+        if run.validation is not None and run.validation.best is not None:
+            self._end(run, "finished")
+        else:
+            self._end(run, "failed", error)
+
+    def _go_on(self, run: ActiveRun, update: RunStep, norm: float) -> None:
+        """Plan the next step, and report the one that was made, or have it validated first."""
+        made = StepMade(run.loss, update.lr, norm)
         run.end_step()
+        if run.validation is not None and run.validation.is_due(run.step):
+            run.validation.begin(made)
+            return
+        self._report(run, made)
+        if run.is_finished:
+            self._end(run, "finished")
+
+    def _validate(self, runs: list[ActiveRun]) -> None:
+        """Add the losses of these runs' next held-out rows; end validations that are whole."""
+        batch = pack([run.piece for run in runs], self._model.device)
+        sites = self._tables.of([(run.layout, run.span) for run in runs])
+        losses = self._model.token_losses(batch, sites, self._pools).double()
+        sums = torch.segment_reduce(losses, "sum", lengths=batch.answer_counts).tolist()
+        for run, loss in zip(runs, sums, strict=True):
+            assert run.validation is not None
+            run.validation.pass_piece(loss)
+            if run.validation.is_whole:
+                self._conclude(run, run.validation)
+
+    def _conclude(self, run: ActiveRun, validation: Validation) -> None:
+        """Keep a state that is the best, report the step, end who is done or gets no better."""
+        made, loss, is_best = validation.conclude(run.step)
+        if is_best:
+            trained = self._pools.master[run.span.elements]
+            validation.best = to_host(trained, self._model.between)
+        self._report(run, made, loss if math.isfinite(loss) else None)
+        if run.is_finished or validation.is_over:
+            self._end(run, "finished")
+
+    def _report(self, run: ActiveRun, made: StepMade, validation_loss: float | None = None) -> None:
+        """Report an optimiser step."""
         self._events.append(
             RunProgress(
                 run_id=run.request.run_id,
                 step=run.step,
-                loss=loss,
-                learning_rate=made.lr,
-                grad_norm=norm,
+                loss=made.loss,
+                learning_rate=made.learning_rate,
+                grad_norm=made.grad_norm,
                 tokens=run.tokens,
+                validation_loss=validation_loss,
+                best_step=run.validation and run.validation.best_step,
+                best_loss=run.validation and run.validation.best_loss,
             )
         )
-        if run.is_finished:
-            self._end(run, "finished")
 
     def _end(self, run: ActiveRun, outcome: Outcome, error: TrainingError | None = None) -> None:
         """Report a run's end and take its place back."""
-        adapter = None
+        adapter, validation = None, run.validation
         if outcome == "finished":
-            trained = self._pools.master[run.span.elements]
-            adapter = run.layout.tensors(to_host(trained, self._model.between))
+            trained = validation and validation.best
+            if trained is None:
+                trained = to_host(self._pools.master[run.span.elements], self._model.between)
+            adapter = run.layout.tensors(trained)
         run_id = run.request.run_id
         del self._active[run_id]
         self._scheduler.remove(run_id)
@@ -277,6 +336,8 @@ class BatchTrainer:
                 step=run.step,
                 tokens=run.tokens,
                 adapter=adapter,
+                best_step=validation and validation.best_step,
+                best_loss=validation and validation.best_loss,
                 error=error,
             )
         )

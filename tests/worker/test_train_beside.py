@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -16,17 +17,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from contract.base_model import find_base_model
-from contract.training import TrainJob
+from contract.training import Hyperparameters, TrainJob
 from engine import Engine, EngineConfig
+from engine.model.config import ModelConfig
 from engine.request import Request, SamplingParams
+from engine.training.parameters import AdapterLayout
 from tests.fakes import fake_config
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.test_train_many import adapter_of, train_here, write_jobs
+from tests.worker.test_train_many_join import Orders, is_step, train, write
 from worker.batch_training import away
 from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.jobs import NamedJob
+from worker.batch_training.jobs import NamedJob, settings_of
 from worker.batch_training.remote import RemoteTrainer, TrainerBusy, TrainerRefuses
 from worker.config import ConfigError, TrainingConfig, WorkerConfig
 from worker.engine_process.channel import StepReport
@@ -129,17 +134,19 @@ def worker(tiny_base: Path, tmp_path: Path) -> Iterator[Worker]:
 def test_jobs_become_what_they_become_in_a_process_of_their_own(
     worker: Worker, tmp_path: Path, tiny_base: Path
 ) -> None:
-    """And requests beside them get the tokens that they get without."""
+    """One of them is validated, and begins from an adapter; requests get the same tokens."""
     for number in range(6):
         worker.ask(f"before-{number}", 20 + number, 30)
     worker.wait_for(6)
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
-    wanted = write_jobs(here, tiny_base)
+    wanted, jobs = write_jobs(here, tiny_base), write_jobs(there, tiny_base)
+    for written in (wanted, jobs):
+        begin_from_noise_and_validate(written["two"], tmp_path / "noise.safetensors")
     code, own = train_here(tmp_path / "own", list(wanted.values()), budget=256)
     assert code == 0
-    jobs = write_jobs(there, tiny_base)
+    assert [event["best_loss"] for event in own["two"] if event["event"] == "done"]
     results: list[tuple[int, dict[str, list[dict[str, Any]]]]] = []
     training = threading.Thread(
         target=lambda: results.append(
@@ -157,11 +164,56 @@ def test_jobs_become_what_they_become_in_a_process_of_their_own(
     for name, job in jobs.items():
         assert [event["event"] for event in events[name]] == [each["event"] for each in own[name]]
         for ours, theirs in zip(events[name], own[name], strict=True):
-            assert ours.get("loss") == theirs.get("loss")
+            for figure in ("loss", "validation_loss", "best_step", "best_loss"):
+                assert ours.get(figure) == theirs.get(figure)
         for tensor, expected in adapter_of(wanted[name]).items():
             assert torch.equal(adapter_of(job)[tensor], expected)
     for number in range(6):
         assert worker.tokens[f"during-{number}"] == worker.tokens[f"before-{number}"]
+
+
+def begin_from_noise_and_validate(job: Path, start: Path) -> None:
+    fields = json.loads(job.read_text())
+    fields["hyperparameters"] |= {"validation_share": 0.4, "eval_steps": 2}
+    job.write_text(json.dumps(fields | {"warm_start": str(start)}))
+    read = Hyperparameters.from_dict(fields["hyperparameters"])
+    config = ModelConfig.from_folder(Path(fields["base_model_dir"]))
+    layout = AdapterLayout(config, settings_of(read))
+    noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) / 10
+    tensors = layout.tensors(noise)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, start)
+
+
+def test_a_job_joins_those_that_a_worker_trains(
+    worker: Worker, tmp_path: Path, tiny_base: Path
+) -> None:
+    """And one for which the session has too few pages is in the next session."""
+    wanted, jobs = ({}, {})
+    for made, name in ((wanted, "here"), (jobs, "there")):
+        made["first"] = write(tmp_path / name / "first", tiny_base, max_steps=12, rank=1)
+        made["second"] = write(tmp_path / name / "second", tiny_base, max_steps=3, rank=1)
+        made["large"] = write(tmp_path / name / "large", tiny_base, max_steps=2, rank=32)
+
+    def react(orders: Orders, event: dict[str, Any]) -> None:
+        if is_step(event, "first", 3):
+            orders.give(add=str(jobs["second"]))
+            orders.give(add=str(jobs["large"]))
+        elif event["event"] == "done" and orders.num_done == 3:
+            orders.give(last=True)
+
+    code, events = train(tmp_path / "state", [jobs["first"]], react, worker=worker.socket)
+    assert code == 0
+    assert [event["event"] for event in events["large"]] == [
+        "later",
+        "started",
+        *["progress"] * 2,
+        "done",
+    ]
+    assert [event["event"] for event in events["second"]][:1] == ["started"]
+    train_here(tmp_path / "own", list(wanted.values()), budget=256)
+    for name, job in jobs.items():
+        for tensor, expected in adapter_of(wanted[name]).items():
+            assert torch.equal(adapter_of(job)[tensor], expected)
 
 
 def test_when_the_hours_end_runs_are_saved_and_go_on_in_the_next(
@@ -170,9 +222,9 @@ def test_when_the_hours_end_runs_are_saved_and_go_on_in_the_next(
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
-    wanted = write_jobs(here, tiny_base, max_steps=40)
+    wanted = write_jobs(here, tiny_base, max_steps=40, validation_share=0.4)
     train_here(tmp_path / "own", list(wanted.values()), budget=256)
-    jobs = write_jobs(there, tiny_base, max_steps=40)
+    jobs = write_jobs(there, tiny_base, max_steps=40, validation_share=0.4)
     worker.is_open = False
     results: list[Any] = []
     training = threading.Thread(

@@ -97,9 +97,11 @@ def train_here(
     budget: int | None = None,
     runs: int | None = None,
     worker: Path | None = None,
+    heard: list[dict[str, Any]] | None = None,
 ) -> tuple[int, Events]:
-    """Exit code, events by run."""
-    heard = Heard()
+    """Exit code, events by run; `heard` gets the events as they come."""
+    log = Heard()
+    log.events = [] if heard is None else heard
     options = argparse.Namespace(
         checkpoints=checkpoints,
         jobs=[str(job) for job in jobs],
@@ -107,9 +109,10 @@ def train_here(
         max_runs=runs,
         checkpoint_s=60.0,
         worker=worker,
+        join=False,
     )
-    code = TrainMany(options, cast(EventLog, heard)).run()
-    return code, by_run(heard.events)
+    code = TrainMany(options, cast(EventLog, log)).run()
+    return code, by_run(log.events)
 
 
 def adapter_of(job: Path) -> dict[str, torch.Tensor]:
@@ -128,7 +131,9 @@ def test_it_says_and_makes_what_the_present_trainer_does(
 ) -> None:
     for module in ("worker.batch_training.base", "worker.training.loop"):
         monkeypatch.setattr(f"{module}.training_dtype", lambda: torch.float32)
-    together, alone = (write_jobs(folder, tiny_base) for folder in two_folders(tmp_path))
+    together, alone = (
+        write_jobs(folder, tiny_base, learning_rate=0.01) for folder in two_folders(tmp_path)
+    )
     code, events = train_here(tmp_path / "state", list(together.values()), budget=64)
     assert code == 0
     assert list((tmp_path / "state").iterdir()) == []
@@ -282,12 +287,13 @@ def test_what_the_batch_does_not_do_goes_to_the_present_trainer(
     fields = json.loads(jobs["two"].read_text())
     jobs["two"].write_text(json.dumps(fields | {"base_model_dir": str(other)}))
     fields = json.loads(jobs["three"].read_text())
+    fields["hyperparameters"]["checkpoints"] = 1
     strange = str(tiny_base / "model.safetensors")
     jobs["three"].write_text(json.dumps(fields | {"warm_start": strange}))
     code, events = train_here(tmp_path / "state", list(jobs.values()))
     assert code == 2
     alone, error = events["three"]
-    assert alone["event"] == "alone" and alone["reason"].startswith("warm_start: ")
+    assert alone["event"] == "alone" and alone["reason"].startswith("checkpoints: ")
     assert (error["event"], error["field"]) == ("error", "warm_start")
     alone, *rest = events["two"]
     assert alone["event"] == "alone" and "dynamic" in alone["reason"]

@@ -14,6 +14,7 @@ from typing import Any
 from contract.base_model import find_base_model
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
+from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
 from worker.batch_training.disk import CheckpointFolder
 from worker.batch_training.jobs import NamedJob, settings_of
 from worker.batch_training.loop import BatchTraining, Emit
@@ -39,6 +40,7 @@ class AwayTraining:
         self._path, self._base, self._folder = path, base, folder
         self._emit, self._checkpoint_s = emit, checkpoint_s
         self._left: dict[str, NamedJob] = {}
+        self._more: MoreJobs = NoMoreJobs()
         self._cancelled: dict[str, bool] = {}  # whether its state is kept
         self._begun: set[str] = set()
         self._batch: BatchTraining | None = None
@@ -47,15 +49,18 @@ class AwayTraining:
         self._woken = threading.Event()
         self.failures = 0
 
-    def run(self, jobs: Iterable[NamedJob]) -> None:
+    def run(self, jobs: Iterable[NamedJob], more: MoreJobs | None = None) -> None:
         """Train all jobs to their ends, however often the worker has to be waited for.
 
+        Jobs that come meanwhile join those that are trained; the worker is not kept for them.
         Raises Stopped after `stop`, TrainerRefuses if the worker cannot train them, TrainerGone if
         it was lost again and again.
         """
         self._left = {named.name: named for named in jobs}
+        self._more = more or NoMoreJobs()
         codec, lost = load_codec(self._base), 0
-        while self._left:
+        while self._left or self._more.may_come:
+            self.take()
             trainer = self._open()
             if trainer is None:
                 continue
@@ -65,7 +70,7 @@ class AwayTraining:
             for name, pause in list(self._cancelled.items()):
                 batch.cancel(name, pause=pause)
             try:
-                batch.run(list(self._left.values()))
+                batch.run(list(self._left.values()), self)
             except Stopped:
                 if self._is_stopped:
                     raise
@@ -78,6 +83,18 @@ class AwayTraining:
                 self.failures += batch.failures
                 trainer.close()
             self._say_written()
+
+    #: The worker's room is given back once nothing is trained in it.
+    may_come = False
+
+    def take(self) -> list[NamedJob]:
+        """Jobs that have come: they are trained in this session of the worker or in a later one."""
+        taken = self._more.take()
+        self._left |= {named.name: named for named in taken}
+        return taken
+
+    def wait(self) -> None:
+        """Do nothing: a session is not kept for jobs that may come."""
 
     def stop(self) -> None:
         """Let `run` end soon."""
@@ -103,12 +120,15 @@ class AwayTraining:
             if not self._cancelled[name]:
                 self._folder.drop(name)
         if not self._left:
+            self._more.wait()
             return None
         config = ModelConfig.from_folder(self._base)
         sizes = [
             elements_of(config, settings_of(named.job.hyperparameters))
             for named in self._left.values()
         ]
+        if self._more.may_come:
+            sizes.append(max(sizes))  # so that one that joins has room
         revision = find_base_model(self._base).revision
         try:
             return RemoteTrainer.open(self._path, revision=revision, sizes=sizes)

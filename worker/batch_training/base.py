@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
-from engine.training.memory import MemoryPlan, elements_of, plan_memory
+from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
@@ -29,6 +30,11 @@ def _free_bytes(share: float) -> int:
     return min(free, int(share * total) - torch.cuda.memory_reserved())
 
 
+def _host_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @dataclass(frozen=True, slots=True)
 class OpenBase:
     trainer: BatchTrainer
@@ -41,9 +47,13 @@ def open_base(
     *,
     token_budget: int | None = None,
     max_runs: int | None = None,
+    may_join: bool = False,
 ) -> OpenBase:
     """Load the base on this machine's device, for these jobs.
 
+    may_join  whether others may join them: then there is room for `max_runs` as large as the
+              largest; on a GPU for as many as cost no recomputation, and for one in any case, on a
+              CPU for as many as half of the machine's memory holds
     Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
     cannot be trained with.
     """
@@ -57,10 +67,14 @@ def open_base(
     config, dtype = ModelConfig.from_folder(folder), training_dtype()
     weights = load_weights(folder, config, device, dtype)
     budget = token_budget or _TOKENS[device]
-    runs = min(max_runs or _RUNS[device], len(jobs))
+    most = max_runs or _RUNS[device]
+    runs = most if may_join else min(most, len(jobs))
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
-    plan = MemoryPlan(sum(sizes[:runs]), 0)
+    later = sizes[0] * max(runs - len(jobs), 0)
+    own = sum(sizes[:runs])
+    on_host = _host_bytes() // 2 // bytes_per_element(dtype)
+    plan = MemoryPlan(own + min(later, max(on_host - own, 0)), 0)
     if device == "cuda":
         torch.cuda.empty_cache()  # of the base before
         plan = plan_memory(
@@ -68,8 +82,9 @@ def open_base(
             dtype,
             free_bytes=_free_bytes(share),
             token_budget=budget,
-            wanted_elements=sum(sizes[:runs]),
+            wanted_elements=own + min(later, sizes[0]),
             least_elements=sizes[0],
+            later_elements=later,
         )
     model = TrainingModel(config, weights, plan.num_recomputed)
     settings = TrainerConfig(

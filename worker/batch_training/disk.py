@@ -32,6 +32,12 @@ class SavedRun:
     checkpoint: Checkpoint
     losses: list[float]
 
+    @property
+    def validated(self) -> list[list[float]]:
+        """[step, loss] of the validations before it."""
+        told = self.checkpoint.state.get("validation") or {"losses": []}
+        return [[step, round(loss, 4)] for step, loss in told["losses"]]
+
 
 class CheckpointFolder:
     """A folder for the checkpoints of many runs; each run has one of its own in it.

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contract.training import Hyperparameters, TrainJob
-from engine.training.run import RunRequest, RunRows, RunSettings
+from engine.model.config import ModelConfig
+from engine.training.parameters import AdapterLayout
+from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
+from worker.batch_training.warm_start import read_warm_start
 from worker.text.codec import TextCodec
 from worker.training.chat_data import load_data
 from worker.training.example_store import IGNORED, ExampleStore
 from worker.training.loop import planned
+from worker.training.validation import interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +55,30 @@ def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
 
 
 def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
-    """Read a job's rows. Raises DatasetError, JobError."""
-    hyper = named.job.hyperparameters
-    data = load_data(codec, named.job)
-    started = planned(data, named.job)
+    """Read a job's rows, and the adapter that it begins from. Raises DatasetError, JobError."""
+    job = named.job
+    hyper = job.hyperparameters
+    data = load_data(codec, job)
+    started = planned(data, job)
+    settings, adapter, held_out = settings_of(hyper, started["steps"]), None, None
+    if job.warm_start is not None:
+        layout = AdapterLayout(ModelConfig.from_folder(job.base_model_dir), settings)
+        adapter = read_warm_start(job.warm_start, layout)
+    if job.has_validation:
+        held_out = HeldOut(
+            rows=_rows(data.validation),
+            every=interval(settings.steps, hyper.eval_steps),
+            patience=hyper.patience,
+        )
     return PreparedJob(
         named=named,
         request=RunRequest(
             run_id=named.name,
             tenant=named.name,  # so that all jobs take turns
             rows=_rows(data.examples),
-            settings=settings_of(hyper, started["steps"]),
+            settings=settings,
+            adapter=adapter,
+            held_out=held_out,
         ),
         started=started,
     )

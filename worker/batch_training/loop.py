@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 
 from contract.training import JobError
 from engine.training.checkpoint import Checkpoint
-from engine.training.errors import TrainingError
+from engine.training.errors import RunTooLarge, TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
 from engine.training.run import RunRequest
+from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
 from worker.text.codec import TextCodec
@@ -36,6 +37,10 @@ Emit = Callable[..., None]
 #: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
 _CANCELLED = "it was cancelled"
+#: Of the validations before a checkpoint, how many are told.
+_SHOWN_LOSSES = 256
+#: What the trainer calls a part of a run -> the field of the job that it comes from.
+_FIELDS = {"adapter": "warm_start"}
 
 
 class Trains(Protocol):
@@ -53,6 +58,7 @@ class Trains(Protocol):
 class _Run:
     """A job in the batch.
 
+    losses      of its steps, validated: [step, loss] of the validations before it took part
     began       when it took part, by the monotonic clock
     first_step  the steps that it had made then, first_tokens the tokens
     saved_at    when its last checkpoint was taken
@@ -60,6 +66,7 @@ class _Run:
 
     prepared: PreparedJob
     losses: list[float] = field(default_factory=list)
+    validated: list[list[float]] = field(default_factory=list)
     first_step: int = 0
     first_tokens: int = 0
     began: float = 0.0
@@ -71,6 +78,7 @@ class BatchTraining:
 
     checkpoint_s  a run's checkpoint is older than this only while another's is being written
     failures      jobs that ended with an error of their own
+    left_over     jobs that the trainer has no room for, whoever else ends
     """
 
     def __init__(
@@ -93,16 +101,17 @@ class BatchTraining:
         self._paused: set[str] = set()
         self._step_began = 0.0
         self.failures = 0
+        self.left_over: list[NamedJob] = []
 
-    def run(self, jobs: Iterable[NamedJob]) -> None:
-        """Train all jobs to their ends; what each says goes to `emit`.
+    def run(self, jobs: Iterable[NamedJob], more: MoreJobs | None = None) -> None:
+        """Train all jobs to their ends, and those that come meanwhile; events go to `emit`.
 
         Raises Stopped after `stop`, and BrokenPipeError when nobody reads the events any more: then
         every run's state is on the disk.
         """
         reader = ThreadPoolExecutor(1, "rows")
         try:
-            self._train(deque(jobs), reader)
+            self._train(deque(jobs), reader, more or NoMoreJobs())
         except Stopped:
             self._say_done(wait=True)
             self._save_all()
@@ -132,11 +141,19 @@ class BatchTraining:
             self._paused.add(name)
         self._cancelled.add(name)
 
-    def _train(self, left: deque[NamedJob], reader: ThreadPoolExecutor) -> None:
+    def _train(self, left: deque[NamedJob], reader: ThreadPoolExecutor, more: MoreJobs) -> None:
         ahead: deque[tuple[NamedJob, Future[PreparedJob]]] = deque()
-        while left or ahead or self._trainer.has_work:
+        while True:
             if self._is_stopped:
                 raise Stopped
+            left.extend(more.take())
+            if not (left or ahead or self._trainer.has_work):
+                self._say_done(wait=True)
+                self._finish_writing()
+                if self.left_over or not more.may_come:
+                    return
+                more.wait()
+                continue
             while left and len(ahead) < _READ_AHEAD:
                 job = left.popleft()
                 ahead.append((job, reader.submit(prepare, job, self._codec)))
@@ -153,8 +170,6 @@ class BatchTraining:
                 self._report(event)
             self._say_done()
             self._save_the_oldest()
-        self._say_done(wait=True)
-        self._finish_writing()
 
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
@@ -185,10 +200,16 @@ class BatchTraining:
                     raise
                 saved = None
                 self._trainer.add(prepared.request)
-        except (DatasetError, JobError, TrainingError, OSError) as error:
-            self._fail(named.name, str(error), getattr(error, "field", None))
+        except RunTooLarge as error:
+            self.left_over.append(named)
+            self._emit(named.name, "later", reason=error.message)
             return
-        self._runs[named.name] = _Run(prepared, saved.losses if saved else [])
+        except (DatasetError, JobError, TrainingError, OSError) as error:
+            field_of = _FIELDS.get(getattr(error, "param", None) or "")
+            self._fail(named.name, str(error), field_of or getattr(error, "field", None))
+            return
+        losses, validated = ([], []) if saved is None else (saved.losses, saved.validated)
+        self._runs[named.name] = _Run(prepared, losses, validated)
 
     def _report(self, event: Event) -> None:
         run = self._runs[event.run_id]
@@ -198,6 +219,8 @@ class BatchTraining:
             fields = {**run.prepared.started, "trainable_parameters": event.num_parameters}
             if event.step:
                 fields["resumed_step"] = event.step
+                if run.validated:
+                    fields["validation_losses"] = run.validated[-_SHOWN_LOSSES:]
             self._emit(event.run_id, "started", **fields, device=device_name())
         elif isinstance(event, RunProgress):
             run.losses.append(event.loss)
@@ -220,6 +243,11 @@ class BatchTraining:
             eta_s=round(per_step * (steps - event.step), 1),
             trained_tokens=event.tokens,
             memory_bytes=peak_memory_bytes(),
+            **_figures(
+                validation_loss=event.validation_loss,
+                best_step=event.best_step,
+                best_loss=event.best_loss,
+            ),
         )
 
     def _report_end(self, run: _Run, event: RunEnded) -> None:
@@ -237,6 +265,7 @@ class BatchTraining:
             "output": str(job.output_dir),
             "final_loss": round(final_loss(run.losses), 4),
             "trained_tokens": event.tokens,
+            **_figures(best_step=event.best_step, best_loss=event.best_loss),
             "seconds": round(time.monotonic() - run.began, 1),
         }
         written = self._writer.submit(self._write, run.prepared.named, event.adapter, done)
@@ -312,3 +341,8 @@ class BatchTraining:
         """Emit, unless nobody reads any more: then the states are what is left to write."""
         with contextlib.suppress(BrokenPipeError):
             self._emit(name, event, **fields)
+
+
+def _figures(**given: float | None) -> dict[str, float]:
+    """Those that there are, rounded as losses are told."""
+    return {name: round(value, 4) for name, value in given.items() if value is not None}

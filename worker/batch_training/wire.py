@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
-from engine.training.errors import RunRefused, RunUnsupported, TrainingError
+from engine.training.errors import RunRefused, RunTooLarge, RunUnsupported, TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
-from engine.training.run import RunRequest, RunRows, RunSettings
+from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSOR_BYTES = 16 << 30
+#: Before the names of a run's tensors: of its starting adapter, of its rows to validate with.
+_ADAPTER, _HELD_OUT = "adapter/", "held_out/"
 _LENGTH = struct.Struct(">I")
 _TYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
 _NAMES = {kind: name for name, kind in _TYPES.items()}
@@ -112,14 +114,26 @@ def _receive_into(connection: socket.socket, buffer: memoryview) -> None:
 
 def run_message(request: RunRequest) -> Message:
     """A run that is to be trained; `run_of` makes it again."""
+    held_out = request.held_out
     fields = {
         "run_id": request.run_id,
         "tenant": request.tenant,
         "settings": dataclasses.asdict(request.settings),
         "lengths": request.rows.lengths,
+        "held_out": None,
     }
-    rows = request.rows
-    return Message(fields, {"token_ids": rows.token_ids, "is_answer": rows.is_answer})
+    tensors = _rows_tensors(request.rows, "")
+    if held_out is not None:
+        lengths, every, patience = held_out.rows.lengths, held_out.every, held_out.patience
+        fields["held_out"] = {"lengths": lengths, "every": every, "patience": patience}
+        tensors |= _rows_tensors(held_out.rows, _HELD_OUT)
+    for name, tensor in (request.adapter or {}).items():
+        tensors[_ADAPTER + name] = tensor
+    return Message(fields, tensors)
+
+
+def _rows_tensors(rows: RunRows, prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}token_ids": rows.token_ids, f"{prefix}is_answer": rows.is_answer}
 
 
 def run_of(message: Message) -> RunRequest:
@@ -130,21 +144,42 @@ def run_of(message: Message) -> RunRequest:
         for name in ("target_modules", "modules_to_save", "trainable_token_ids", "layers"):
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
-        lengths = [int(length) for length in fields["lengths"]]
-        token_ids, is_answer = tensors["token_ids"], tensors["is_answer"]
-        kinds = (token_ids.dtype, is_answer.dtype)
-        if kinds != (torch.int32, torch.bool) or token_ids.dim() != 1:
-            raise ValueError("rows are of other types")
-        if min(lengths) < 1 or not len(token_ids) == len(is_answer) == sum(lengths):
-            raise ValueError("the lengths are not the rows'")
+        held_out = fields["held_out"]
+        if held_out is not None:
+            patience = held_out["patience"]
+            held_out = HeldOut(
+                rows=_rows_of(tensors, held_out["lengths"], _HELD_OUT),
+                every=int(held_out["every"]),
+                patience=None if patience is None else int(patience),
+            )
         return RunRequest(
             run_id=str(fields["run_id"]),
             tenant=str(fields["tenant"]),
-            rows=RunRows(token_ids, is_answer, lengths),
+            rows=_rows_of(tensors, fields["lengths"], ""),
             settings=RunSettings(**given),
+            adapter=named(tensors, _ADAPTER) or None,
+            held_out=held_out,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunRefused(f"it cannot be read: {error!r}", param="rows") from error
+
+
+def _rows_of(tensors: Mapping[str, torch.Tensor], given: Any, prefix: str) -> RunRows:
+    """Raises KeyError, TypeError, ValueError for rows that are none."""
+    lengths = [int(length) for length in given]
+    token_ids, is_answer = tensors[f"{prefix}token_ids"], tensors[f"{prefix}is_answer"]
+    kinds = (token_ids.dtype, is_answer.dtype)
+    if kinds != (torch.int32, torch.bool) or token_ids.dim() != 1:
+        raise ValueError("rows are of other types")
+    if min(lengths) < 1 or not len(token_ids) == len(is_answer) == sum(lengths):
+        raise ValueError("the lengths are not the rows'")
+    return RunRows(token_ids, is_answer, lengths)
+
+
+def named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    found = ((name, tensor) for name, tensor in tensors.items() if name.startswith(prefix))
+    return {name.removeprefix(prefix): tensor for name, tensor in found}
 
 
 def events_message(events: list[Event], **fields: Any) -> Message:
@@ -182,6 +217,6 @@ def error_fields(error: TrainingError) -> dict[str, Any]:
 
 
 def error_of(fields: Mapping[str, Any]) -> TrainingError:
-    kinds = {"RunRefused": RunRefused, "RunUnsupported": RunUnsupported}
+    kinds = {kind.__name__: kind for kind in (RunRefused, RunUnsupported, RunTooLarge)}
     kind = kinds.get(str(fields["kind"]), TrainingError)
     return kind(str(fields["message"]), param=fields["param"])

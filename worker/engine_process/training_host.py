@@ -30,6 +30,7 @@ from worker.batch_training.wire import (
     Message,
     error_fields,
     events_message,
+    named,
     receive,
     run_of,
     send,
@@ -158,12 +159,7 @@ class TrainingHost:
             case "add":
                 saved = None
                 if fields["saved"] is not None:
-                    tensors = {
-                        name.removeprefix("saved/"): tensor
-                        for name, tensor in message.tensors.items()
-                        if name.startswith("saved/")
-                    }
-                    saved = Checkpoint(tensors, dict(fields["saved"]))
+                    saved = Checkpoint(named(message.tensors, "saved/"), dict(fields["saved"]))
                 trainer.add(run_of(message), saved)
                 return Message({})
             case "cancel":

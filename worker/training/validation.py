@@ -18,6 +18,11 @@ _NUM_EVALS = 10
 _FIGURES = ("losses", "loss", "loss_step", "best_step", "best_loss", "_num_worse")
 
 
+def interval(steps: int, eval_steps: int | None) -> int:
+    """Return the steps between two validations of a training of so many steps."""
+    return eval_steps or max(1, steps // _NUM_EVALS)
+
+
 class Validation(TrainerCallback):
     """Validates every few steps, keeps the best adapter, and ends a training that gets no better.
 
@@ -45,7 +50,7 @@ class Validation(TrainerCallback):
         # Sorted by length, so that a batch has little padding.
         self._examples = examples
         self._order = sorted(range(len(examples)), key=examples.length)
-        self._steps, self._every = steps, eval_steps or max(1, steps // _NUM_EVALS)
+        self._steps, self._every = steps, interval(steps, eval_steps)
         self._patience, self._batch_size = patience, batch_size
         self._collate = functools.partial(collate, pad_id=pad_id)
         self._best: dict[str, torch.Tensor] = {}

@@ -15,11 +15,19 @@ import pytest
 from django.conf import settings as django_settings
 from django.db import connection
 
-from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.adapters.services import adapter_create
+from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
+from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import batch, batch_child, execution, pausing, services, tasks
+from controlplane.training import (
+    batch,
+    batch_child,
+    execution,
+    pausing,
+    picking,
+    services,
+    tasks,
+)
 from controlplane.training.models import TrainingRun
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
@@ -40,12 +48,14 @@ TICK_S = execution.TICK_S
 def together(settings: Any, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.TRAIN_BATCH = 4
     monkeypatch.setattr(execution, "TICK_S", 0.05)
+    monkeypatch.setattr(batch, "JOIN_S", 0.05)
 
 
 def make_run(party: Party, rows: bytes = ROWS, **hyperparameters: Any) -> TrainingRun:
     with tenant_scope(party.tenant.id):
-        adapter_create(name="greeter", base_model_name="tiny-llama")
-        services.dataset_upload(name="chats", content=rows)
+        if not Adapter.objects.exists():
+            adapter_create(name="greeter", base_model_name="tiny-llama")
+            services.dataset_upload(name="chats", content=rows)
         return services.training_run_create(
             adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
         )
@@ -135,28 +145,63 @@ def test_two_tenants_runs_share_a_child_and_each_gets_its_own_adapter(
     assert not trainers() and not kept()
 
 
-def test_a_run_that_is_cancelled_ends_within_5_s_and_the_other_goes_on(
+def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     acme: Party, globex: Party, night: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As often as the platform looks."""
+    """As often as the platform looks; the others go on, in the one child."""
     monkeypatch.setattr(execution, "TICK_S", TICK_S)
-    first, second = make_run(acme, max_steps=ENDLESS), make_run(globex, max_steps=ENDLESS)
+    first = make_run(acme, max_steps=ENDLESS)
     thread = night()
-    wait_for(lambda: step_of(first) > 0 and step_of(second) > 0)
+    wait_for(lambda: step_of(first) > 0)
+    [child] = trainers()
+    second = make_run(globex, max_steps=ENDLESS)
+    wait_for(lambda: step_of(second) > 0)
     with tenant_scope(first.tenant_id):
         services.training_run_cancel(run=first)
     began = time.monotonic()
     wait_for(lambda: fresh(first).status == "cancelled")
     assert time.monotonic() - began < 5
+    third = make_run(acme, max_steps=3, validation_share=0.5, eval_steps=1)
+    wait_for(lambda: fresh(third).status == "succeeded")
+    assert [step for step, _ in third.progress["validation_losses"]] == [1, 2, 3]
+    assert "alone" not in third.progress and third.progress["best_loss"] > 0
     seen = step_of(second)
     wait_for(lambda: step_of(second) > seen + 3)
-    [child] = trainers()
-    assert fresh(second).attempts == 1
+    assert trainers() == [child]
+    assert [run.attempts for run in (fresh(first), fresh(second), third)] == [1, 1, 1]
     with tenant_scope(second.tenant_id):
         services.training_run_cancel(run=second)
     thread.join(60)
     assert not thread.is_alive() and not child.is_running() and not kept()
     assert fresh(second).status == "cancelled"
+
+
+def test_who_joins_a_batch_keeps_nobody_waiting(acme: Party, globex: Party) -> None:
+    """Neither a run of another base model, nor one that is to be trained by itself."""
+    batch_of = make_run(globex)
+    first, second = make_run(acme), make_run(acme)
+    with all_tenants(reason="test"):
+        TrainingRun.objects.filter(pk=batch_of.pk).update(status="running")
+        runs = TrainingRun.objects.select_related("adapter")
+        begun = runs.get(pk=batch_of.pk)
+    assert picking.next_to_join(begun) == first
+    with all_tenants(reason="test"):
+        TrainingRun.objects.filter(pk=first.pk).update(num_lost=picking.LOST_TOGETHER)
+    assert picking.next_to_join(begun) is None
+    assert picking.next_run(beside=begun) == second
+    with tenant_scope(acme.tenant.id):
+        config = BaseModel.objects.get(name="tiny-llama").config
+        base_model_add(name="other-llama", revision="1" * 64, config=config)
+        adapter_create(name="other", base_model_name="other-llama")
+        TrainingRun.objects.filter(pk=first.pk).update(
+            num_lost=0, adapter=Adapter.objects.get(name="other")
+        )
+    assert picking.next_to_join(begun) is None
+    assert execution.run_claim_next(beside=begun, in_turn=True) is None
+    with tenant_scope(acme.tenant.id):
+        services.training_run_cancel(run=fresh(first))
+    claimed = execution.run_claim_next(beside=begun, in_turn=True)
+    assert claimed == second and claimed.status == "running"
 
 
 def test_a_killed_child_costs_no_run_more_than_its_last_checkpoint(

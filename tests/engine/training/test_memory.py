@@ -58,6 +58,23 @@ def test_what_is_planned_fits() -> None:
         assert runs * RUN * bytes_per_element(torch.bfloat16) + kept < free * GIB
 
 
+def test_runs_that_come_later_get_what_costs_nobody_anything() -> None:
+    for free in (40, 60, 90, 120):
+        found = [
+            plan_memory(
+                LARGE, torch.bfloat16, free_bytes=free * GIB, token_budget=16_384,
+                wanted_elements=4 * RUN, least_elements=RUN, later_elements=later * RUN,
+            )
+            for later in (0, 60)
+        ]  # fmt: skip
+        assert found[0].num_recomputed == found[1].num_recomputed
+        assert found[0].pool_elements <= found[1].pool_elements <= 64 * RUN
+        kept = (32 - found[1].num_recomputed) * kept_bytes(LARGE, torch.bfloat16) * 16_384
+        pool = found[1].pool_elements * bytes_per_element(torch.bfloat16)
+        assert pool + kept < free * GIB
+    assert found[1].pool_elements > 40 * RUN
+
+
 def test_no_room_for_a_single_run_is_said() -> None:
     with pytest.raises(OutOfMemory, match="MiB more"):
         plan(2 * GIB, 64)

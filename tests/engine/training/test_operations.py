@@ -19,7 +19,7 @@ from engine.training.errors import RunDiverged, RunRefused, RunUnsupported
 from engine.training.events import RunEnded, RunStarted
 from engine.training.model import TrainingModel
 from engine.training.packer import MicroBatch
-from engine.training.run import LINEARS, RunRequest, RunRows, RunSettings
+from engine.training.run import LINEARS, HeldOut, RunRequest, RunRows, RunSettings
 from engine.training.trainer import BatchTrainer
 from kernels.training import LoraSite, Pools
 from tests.engine.training.scenes import (
@@ -43,12 +43,21 @@ class Watched(TrainingModel):
     def backward(
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
     ) -> torch.Tensor:
+        self._look(batch)
+        return super().backward(batch, sites, pools)
+
+    def token_losses(
+        self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
+    ) -> torch.Tensor:
+        self._look(batch)
+        return super().token_losses(batch, sites, pools)
+
+    def _look(self, batch: MicroBatch) -> None:
         owners = []
         for start, end in itertools.pairwise(batch.segments.bounds):
             [owner] = {token // OWN_TOKENS for token in batch.token_ids[start:end].tolist()}
             owners.append(owner)
         assert len(set(owners)) == len(owners)
-        return super().backward(batch, sites, pools)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +67,20 @@ def model(tiny: Path) -> TrainingModel:
 
 
 def marked_run(number: int, chance: random.Random) -> RunRequest:
-    """A run whose rows consist of tokens that no other's have; one in six cannot be trained."""
-    rows = []
-    for _ in range(chance.randint(1, 6)):
-        length = chance.randint(2, 20)
-        tokens = [number % 64 * OWN_TOKENS + chance.randrange(OWN_TOKENS) for _ in range(length)]
-        rows.append((tokens, [i >= length // 2 for i in range(length)]))
+    """A run whose rows consist of tokens that no other's have; one in three is validated."""
+
+    def make_rows() -> RunRows:
+        rows = []
+        for _ in range(chance.randint(1, 6)):
+            length, first = chance.randint(2, 20), number % 64 * OWN_TOKENS
+            tokens = [first + chance.randrange(OWN_TOKENS) for _ in range(length)]
+            rows.append((tokens, [i >= length // 2 for i in range(length)]))
+        return RunRows.of(rows)
+
+    held_out = None
+    if chance.random() < 1 / 3:
+        patience = chance.choice([None, 1])
+        held_out = HeldOut(rows=make_rows(), every=chance.randint(1, 3), patience=patience)
     settings = RunSettings(
         rank=chance.choice([1, 2, 5, 16]),
         steps=chance.randint(1, 6),
@@ -78,14 +95,15 @@ def marked_run(number: int, chance: random.Random) -> RunRequest:
     return RunRequest(
         run_id=f"run-{number}",
         tenant=f"tenant-{chance.randrange(3)}",
-        rows=RunRows.of(rows),
+        rows=make_rows(),
         settings=settings,
+        held_out=held_out,
     )
 
 
 def poisoned(asked: RunRequest) -> RunRequest:
     """The run from an adapter whose product overflows."""
-    return dataclasses.replace(asked, adapter=None, settings=dataclasses.replace(
+    return dataclasses.replace(asked, held_out=None, settings=dataclasses.replace(
         asked.settings, learning_rate=1e6, max_grad_norm=0, weight_decay=1e6, schedule="constant",
         steps=1000,
     ))  # fmt: skip
@@ -115,7 +133,7 @@ class Story:
 
     def add(self) -> None:
         asked = marked_run(len(self.asked), self.chance)
-        if self.chance.random() < 1 / 6:
+        if self.chance.random() < 1 / 4:
             asked = poisoned(asked)
             self.poisoned.add(asked.run_id)
         self.trainer.add(asked)
@@ -139,12 +157,17 @@ class Story:
         for name in self.left():
             self.cancelled.discard(name)
             saved = self.saved.get(name)
-            del self.result(name).progress[saved.step if saved else 0 :]
+            del self.result(name).progress[told_steps(saved) if saved else 0 :]
             self.trainer.add(self.asked[name], saved)
 
     def step(self) -> None:
         note(self.results, self.trainer.step())
         self.trainer.check_integrity()
+
+
+def told_steps(saved: Checkpoint) -> int:
+    """The last step's validation may still have been under way."""
+    return saved.step - (saved.state.get("validation", {}).get("made") is not None)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,8 +195,10 @@ def test_whatever_happens_each_run_ends_once_and_as_it_would_alone(
             assert result.end.error.step == result.end.step + 1 == len(result.progress) + 1
         else:
             assert result.end.outcome == "finished"
-            assert [each.step for each in result.progress] == [*range(1, asked.settings.steps + 1)]
             alone = train(make_trainer(model), [asked])[name]
+            steps = len(alone.progress) if asked.held_out else asked.settings.steps
+            assert [each.step for each in result.progress] == [*range(1, steps + 1)]
+            assert alone.end is not None and result.end.best_step == alone.end.best_step
             assert difference(alone.adapter, result.adapter) < BOUND
             assert result.losses == pytest.approx(alone.losses, abs=BOUND)
     assert outcomes == {"cancelled", "failed", "finished"}

@@ -1,0 +1,115 @@
+"""How a run that is validated stands: its losses on held-out rows, and its best state.
+
+A validation is made in pieces, as a step is: their passes are shared with other runs, and
+training goes on between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.training.packer import Piece, cut_step
+from engine.training.run import HeldOut
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """What an optimiser step has to say, once its validation is over."""
+
+    loss: float
+    learning_rate: float
+    grad_norm: float
+
+
+class Validation:
+    """One run's validation.
+
+    losses     (step, loss) of all that are finite
+    best       [size] the run's span of the masters after `best_step`, on the host; None: no loss
+               was finite so far
+    made       the step whose validation is under way; None: none is
+    is_over    whether the run is to end: it got no better
+    """
+
+    def __init__(self, held_out: HeldOut, steps: int, budget: int) -> None:
+        self._held_out, self._steps, self._budget = held_out, steps, budget
+        self.losses: list[tuple[int, float]] = []
+        self.best: torch.Tensor | None = None
+        self.best_step: int | None = None
+        self.best_loss: float | None = None
+        self.made: StepMade | None = None
+        self.is_over = False
+        self._num_worse = 0
+        self._pieces: list[Piece] = []
+        self._sum = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is validated."""
+        return step % self._held_out.every == 0 or step >= self._steps
+
+    def begin(self, made: StepMade) -> None:
+        """Begin the validation that follows a step."""
+        self.made, self._sum = made, 0.0
+        rows, first = self._held_out.rows, 0
+        for count in cut_step(rows.lengths, self._budget):
+            self._pieces.append(Piece(rows, range(first, first + count), 1.0))
+            first += count
+
+    @property
+    def piece(self) -> Piece:
+        """What the run's next micro-batch takes of the held-out rows."""
+        return self._pieces[0]
+
+    def pass_piece(self, loss: float) -> None:
+        """Note that `piece` went through a micro-batch, and the sum of its tokens' losses."""
+        self._sum += loss
+        del self._pieces[0]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._pieces
+
+    def conclude(self, step: int) -> tuple[StepMade, float, bool]:
+        """End the validation that follows `step`.
+
+        -> the step, the loss, and whether it is the best one: then `best` is to be set
+        """
+        assert self.made is not None
+        made, self.made = self.made, None
+        loss = self._sum / sum(self._held_out.rows.num_answers)
+        if math.isfinite(loss):
+            self.losses.append((step, loss))
+            if self.best_loss is None or loss < self.best_loss:
+                self.best_step, self.best_loss, self._num_worse = step, loss, 0
+                return made, loss, True
+        self._num_worse += 1
+        patience = self._held_out.patience
+        self.is_over = patience is not None and self._num_worse >= patience
+        return made, loss, False
+
+    def state(self) -> dict[str, Any]:
+        """All but `best`, as JSON carries it."""
+        return {
+            "losses": [list(each) for each in self.losses],
+            "best_step": self.best_step,
+            "best_loss": self.best_loss,
+            "num_worse": self._num_worse,
+            "made": None if self.made is None else dataclasses.asdict(self.made),
+        }
+
+    def restore(self, state: dict[str, Any], best: torch.Tensor | None) -> None:
+        """Go on from a state. Raises KeyError, TypeError, ValueError for one that is none."""
+        if (best is None) != (state["best_loss"] is None):
+            raise ValueError("best")
+        self.best = best
+        self.losses = [(int(step), float(loss)) for step, loss in state["losses"]]
+        if best is not None:
+            self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
+        self._num_worse = int(state["num_worse"])
+        if state["made"] is not None:
+            self.begin(StepMade(**{name: float(value) for name, value in state["made"].items()}))
