@@ -131,6 +131,13 @@ class EngineConfig:
     def bytes_per_element(self) -> int:
         return 4 if self.dtype_name == "float32" else 2
 
+    @property
+    def max_drafted_rows(self) -> int:
+        """Rows of a decode with drafts that a GPU has graphs for; without drafts, of any decode."""
+        if not self.speculation:
+            return self.max_running
+        return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
+
     def page_layout(self, model: ModelConfig) -> PageLayout:
         """The layout of one page: the KV of `page_size` tokens over all layers."""
         layout = PageLayout(

@@ -388,7 +388,8 @@ class Engine:
         for sequence in previous.step.sampling:
             if is_full(sequence, self._context_limit):
                 self._requests.release(sequence)  # its last token is in flight
-        if previous.can_replay and not self._scheduler.can_admit(now):
+        may_draft = self._speculation.look_ahead(previous.step)
+        if previous.can_replay and not may_draft and not self._scheduler.can_admit(now):
             new_pages = self._scheduler.reserve_next_pages(previous.step.rows)
             if new_pages is not None:
                 previous.step.new_pages = new_pages
@@ -406,23 +407,23 @@ class Engine:
         self._deadlines.pace.start(now, launched.step.num_tokens)
         sampling = launched.step.sampling
         sampled = list(map(checked, sampling, launched.read()))
+        launched.remove_placeholders()
+        dropped = None
         if launched.is_mispredicted:
-            self._in_flight = None
+            dropped, self._in_flight = self._in_flight, None
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
         overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
-        outputs = self._take(launched, sampling, sampled, overflowed)
-        if launched.drafted is not None:
-            for sequences, tokens in launched.drafted.go_on(self._scheduler.commit):
-                outputs += self._take(launched, sequences, list(map(checked, sequences, tokens)))
-        self._speculation.settle(launched.drafted)
+        outputs = self._take(sampling, sampled, overflowed)
+        for sequences, tokens in launched.further(self._scheduler.commit):
+            outputs += self._take(sequences, list(map(checked, sequences, tokens)))
+        self._speculation.settle(launched, dropped)
         return outputs
 
     def _take(
         self,
-        launched: InFlightStep,
         sequences: list[Sequence],
         tokens: list[Sampled],
         overflowed: SequenceOf[Sequence] = (),
@@ -434,10 +435,9 @@ class Engine:
                 continue
             error = overflow_of(sequence) if sequence in overflowed else token.error
             if error is not None:
-                launched.drop_placeholder(sequence)
                 outputs.append(self._requests.finish(sequence, FinishReason.ERROR, error))
             else:
-                launched.resolve(sequence, token.token_id)
+                sequence.token_ids.append(token.token_id)
                 self._num_generated += 1
                 outputs.append(self._requests.accept(sequence, token, self._context_limit))
         return outputs

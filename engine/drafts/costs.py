@@ -40,4 +40,4 @@ CPU = StepCosts(row=0.1, waiting=0.2, max_requests=1 << 20, max_rows=1 << 20, on
 #: From bench/results/targets-h200.json: one row takes 4.60 ms, 64 take 5.50, and 64 of one adapter
 #: 6.15 after 4.89. A step that waits takes 0.7 to 1 ms more. With forced text 16 requests of 16
 #: adapters were 1.11 times as fast as without drafts, 64 of 64 only 0.88 times.
-GPU = StepCosts(row=0.004, waiting=0.2, max_requests=24, max_rows=64, only_decodes=True)
+GPU = StepCosts(row=0.004, waiting=0.2, max_requests=24, max_rows=512, only_decodes=True)

@@ -102,7 +102,8 @@ class GpuRunner:
     """Owns the graphs and their buffers.
 
     entry_buffers  where entries of the adapters' table stay on the device
-    max_running  the most rows a decode step can have
+    max_running  the most sequences a step can have
+    max_rows     the most rows a decode step can have: with drafts, more than sequences
     max_tokens   the most tokens a step can have
     """
 
@@ -115,6 +116,7 @@ class GpuRunner:
         arena: torch.Tensor,
         max_positions: int,
         max_running: int,
+        max_rows: int,
         max_tokens: int,
     ) -> None:
         if any(width % 8 for widths in model.projection_widths for width in widths):
@@ -124,7 +126,7 @@ class GpuRunner:
         )
         self._num_heads, self._layout = model.num_heads, layout
         self._max_running, self._max_tokens = max_running, max_tokens
-        rows, max_pages = min(max_running, BUCKETS[-1]), -(-max_positions // layout.page_size)
+        rows, max_pages = min(max_rows, BUCKETS[-1]), -(-max_positions // layout.page_size)
         lora = LoraInputs(
             arena.device,
             max_rows=rows,
@@ -135,15 +137,19 @@ class GpuRunner:
         self.entry_buffers = lora.buffers
         self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
         self._mixed = MixedGraphs(
-            self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
+            self._model,
+            max_tokens=max_tokens,
+            max_rows=min(max_running, BUCKETS[-1]),
+            max_pages=max_pages,
+            lora=lora,
         )
         self._plain = Chosen(
-            token_ids=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
-            marked=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
+            token_ids=torch.zeros(max_rows, dtype=torch.int64, device=arena.device),
+            marked=torch.zeros(max_rows, dtype=torch.int64, device=arena.device),
         )
-        self._masks = MaskUploads(arena.device, max_running, model.vocab_size)
+        self._masks = MaskUploads(arena.device, max_rows, model.vocab_size)
         # Two, because a step is launched before the tokens of the one before it are read.
-        self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
+        self._fetched = torch.empty(2, max_rows, dtype=torch.int64, pin_memory=arena.is_cuda)
         self._turn = 0
         self._chosen: torch.Tensor | None = None  # the newest step's tokens, on the device
         self._draw: Draw | None = None  # what its rows that are not greedy were drawn by

@@ -74,7 +74,7 @@ class ModelRunner:
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
-        layout = config.page_layout(model)
+        layout = self._layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
         self.weights = weights if config.lends_weights else None
@@ -84,6 +84,7 @@ class ModelRunner:
             weights=weights,
             layout=layout,
             max_running=config.max_running,
+            max_rows=config.max_drafted_rows,
             max_tokens=config.max_step_tokens,
         )
 
@@ -105,8 +106,7 @@ class ModelRunner:
                 self._gpu.warm_up()
             return
         self.entry_buffers = EntryBuffers(MAX_ENTRIES, self.arena.device)
-        self._layout, self._model = layout, model
-        self._decoder = Decoder(model, weights)
+        self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         self._rope = RopeTables(
             model.head_dim,
