@@ -132,10 +132,10 @@ class EngineConfig:
         return 4 if self.dtype_name == "float32" else 2
 
     @property
-    def max_drafted_rows(self) -> int:
-        """Rows of a decode with drafts that a GPU has graphs for; without drafts, of any decode."""
+    def max_drafted_rows(self) -> int | None:
+        """Rows of a decode with drafts that a GPU has graphs for; None: there are no drafts."""
         if not self.speculation:
-            return self.max_running
+            return None
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
 
     def page_layout(self, model: ModelConfig) -> PageLayout:

@@ -135,9 +135,8 @@ class Engine:
         )
 
     def _make_speculation(self, config: EngineConfig) -> Speculation:
-        heads = HeadDrafts(self._runner.draft_heads, self._store.tiles)
-        tables = self._scheduler.tables
-        return Speculation(config, tables, self._grammars, self._context_limit, heads)
+        heads, limit = HeadDrafts(self._runner.draft_heads, self._store.tiles), self._context_limit
+        return Speculation(config, self._scheduler.tables, self._grammars, limit, heads)
 
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
@@ -285,6 +284,7 @@ class Engine:
             if launched.is_done:  # on a CPU
                 self._in_flight = None
                 outputs += self._commit(launched, now)
+        self._speculation.learn()
         if step.rows:
             self._step_counts.add(len(step.rows), time.perf_counter() - began_at)
         elif not outputs:

@@ -30,8 +30,8 @@ from engine.stats import DraftCounts
 
 #: The most drafts of one sequence in one step.
 MAX_DRAFTS = 16
-#: Of the steps that do not seem worth waiting for, one in so many is waited for all the same.
-_WAIT_EVERY = 64
+#: Now and then a step is waited for that does not seem worth it: it may cost so much of all steps.
+_TRYING = 0.003
 
 
 class Speculation:
@@ -54,10 +54,11 @@ class Speculation:
         self._is_on = config.speculation
         self.costs = CPU
         if config.runs_triton:
-            self.costs = replace(GPU, max_rows=min(GPU.max_rows, config.max_drafted_rows))
+            self.costs = replace(GPU, max_rows=config.max_drafted_rows or 0)
         self._num_unwaited = 0
         self._profiles, self._answers = Profiles(), AnswerMemories()
         self._remembered: dict[Sequence, None] = {}  # those that run
+        self._unlearned: list[tuple[Row, Proposal]] = []
         # Drafts behind the token in flight, of the step that is planned.
         self._forced: dict[Sequence, tuple[int, ...]] = {}
         self._counts = {source: DraftCounts() for source in Source}
@@ -71,10 +72,14 @@ class Speculation:
         if not own or (has_prompts and self.costs.only_decodes):
             return False
         gains = [1.0 if s.drafting is None else s.drafting.profile.gain for s in own]
-        if sum(gains) >= self.costs.waiting * len(step.rows):
-            return True
+        followed = [s for s in own if self._grammars.matcher(s) is not None]
+        costs = self.costs
+        cost = costs.waiting + costs.waiting_each * len(own) + costs.following * len(followed)
         self._num_unwaited += 1
-        return self._num_unwaited % _WAIT_EVERY == 0
+        if sum(gains) >= cost * len(step.rows) or self._num_unwaited * _TRYING >= cost:
+            self._num_unwaited = 0
+            return True
+        return False
 
     def look_ahead(self, in_flight: Step) -> bool:
         """Find the text that is forced behind the tokens of a step in flight; return if there is.
@@ -178,22 +183,24 @@ class Speculation:
         for row in drafting:
             sequence = row.sequence
             known = self._known(sequence)
-            if self._heads.of(sequence):
+            if num_sampling <= self.costs.max_asked and self._heads.of(sequence):
                 step.keeps_states = True
                 most = min(step.budget, self._most_useful(sequence))
                 asked.append((sequence, known.profile, known.heads, most))
         least_chance = functools.partial(self.costs.least_chance, num_sampling, step.num_tokens)
-        self._heads.guess(asked, num_sampling, least_chance)
+        self._heads.guess(asked, num_sampling, least_chance, self.costs.asking)
 
     def settle(self, launched: InFlightStep, dropped: InFlightStep | None = None) -> None:
-        """Give back the pages of wrong drafts and learn, once the step's tokens are known.
+        """Give back the pages of wrong drafts, once the step's tokens are known.
 
         dropped  the step that was launched over a wrong token, if any
         """
         if dropped is not None:
             self.drop(dropped.step)
         drafted, was_ahead = launched.drafted, launched.placed is not None
-        for sequence, state in drafted.last_states() if drafted is not None else ():
+        # Of a step that the next one was launched over, they are overwritten.
+        states = () if drafted is None or was_ahead else drafted.last_states()
+        for sequence, state in states:
             if sequence.is_running and sequence.drafting is not None:
                 sequence.drafting.heads.keep(state, sequence.num_tokens)
         for sequence in [s for s in self._remembered if s.has_ended]:
@@ -207,7 +214,13 @@ class Speculation:
             # Of a step whose drafts are certain the next step may have pages already.
             if proposal.tokens and sequence.is_running and not was_ahead:
                 self._tables.trim(sequence)
-            found = sequence.token_ids[proposal.first :]
+        self._unlearned += proposals
+
+    def learn(self) -> None:
+        """Learn from the steps that were settled: while the next one runs, if nothing stops it."""
+        proposals, self._unlearned = self._unlearned, []
+        for row, proposal in proposals:
+            found = row.sequence.token_ids[proposal.first :]
             proposal.learn(found)
             is_right, num_right, num_forced = True, 0, 0
             for i, draft in enumerate(row.drafts):

@@ -50,7 +50,7 @@ class ModelRunner:
     weights  given, nothing is read from the model folder
 
     entry_buffers  where the adapters' table stays from one step to the next
-    draft_heads    None: those of adapters are not used, as on a GPU or without speculation
+    draft_heads    None: those of adapters are not used, as without speculation
     weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
 
@@ -69,8 +69,9 @@ class ModelRunner:
                 f"{config.device} is too small for the weights, the graphs and an arena of "
                 f"{config.arena_bytes or 'any number of'} bytes"
             ) from error
-        if config.speculation and self._gpu is None:
-            self.draft_heads = DraftHeads(self.arena, self._decoder.head_logits)
+        if config.speculation:
+            owner = self._decoder if self._gpu is None else self._gpu
+            self.draft_heads = DraftHeads(self.arena, owner.head_logits)
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
@@ -84,7 +85,7 @@ class ModelRunner:
             weights=weights,
             layout=layout,
             max_running=config.max_running,
-            max_rows=config.max_drafted_rows,
+            max_drafted=config.max_drafted_rows,
             max_tokens=config.max_step_tokens,
         )
 
