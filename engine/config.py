@@ -131,6 +131,13 @@ class EngineConfig:
     def bytes_per_element(self) -> int:
         return 4 if self.dtype_name == "float32" else 2
 
+    @property
+    def max_drafted_rows(self) -> int | None:
+        """Rows of a decode with drafts that a GPU has graphs for; None: there are no drafts."""
+        if not self.speculation:
+            return None
+        return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
+
     def page_layout(self, model: ModelConfig) -> PageLayout:
         """The layout of one page: the KV of `page_size` tokens over all layers."""
         layout = PageLayout(

@@ -135,9 +135,8 @@ class Engine:
         )
 
     def _make_speculation(self, config: EngineConfig) -> Speculation:
-        heads = HeadDrafts(self._runner.draft_heads, self._store.tiles)
-        tables = self._scheduler.tables
-        return Speculation(config, tables, self._grammars, self._context_limit, heads)
+        heads, limit = HeadDrafts(self._runner.draft_heads, self._store.tiles), self._context_limit
+        return Speculation(config, self._scheduler.tables, self._grammars, limit, heads)
 
     def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
         model, runner = self.model, self._runner
@@ -285,6 +284,7 @@ class Engine:
             if launched.is_done:  # on a CPU
                 self._in_flight = None
                 outputs += self._commit(launched, now)
+        self._speculation.learn()
         if step.rows:
             self._step_counts.add(len(step.rows), time.perf_counter() - began_at)
         elif not outputs:
@@ -405,7 +405,8 @@ class Engine:
         for sequence in previous.step.sampling:
             if is_full(sequence, self._context_limit):
                 self._requests.release(sequence)  # its last token is in flight
-        if previous.can_replay and not self._scheduler.can_admit(now):
+        may_draft = self._speculation.look_ahead(previous.step)
+        if previous.can_replay and not may_draft and not self._scheduler.can_admit(now):
             new_pages = self._scheduler.reserve_next_pages(previous.step.rows)
             if new_pages is not None:
                 previous.step.new_pages = new_pages
@@ -423,23 +424,23 @@ class Engine:
         self._deadlines.pace.start(now, launched.step.num_tokens)
         sampling = launched.step.sampling
         sampled = list(map(checked, sampling, launched.read()))
+        launched.remove_placeholders()
+        dropped = None
         if launched.is_mispredicted:
-            self._in_flight = None
+            dropped, self._in_flight = self._in_flight, None
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
         overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
-        outputs = self._take(launched, sampling, sampled, overflowed)
-        if launched.drafted is not None:
-            for sequences, tokens in launched.drafted.go_on(self._scheduler.commit):
-                outputs += self._take(launched, sequences, list(map(checked, sequences, tokens)))
-        self._speculation.settle(launched.drafted)
+        outputs = self._take(sampling, sampled, overflowed)
+        for sequences, tokens in launched.further(self._scheduler.commit):
+            outputs += self._take(sequences, list(map(checked, sequences, tokens)))
+        self._speculation.settle(launched, dropped)
         return outputs
 
     def _take(
         self,
-        launched: InFlightStep,
         sequences: list[Sequence],
         tokens: list[Sampled],
         overflowed: SequenceOf[Sequence] = (),
@@ -451,10 +452,9 @@ class Engine:
                 continue
             error = overflow_of(sequence) if sequence in overflowed else token.error
             if error is not None:
-                launched.drop_placeholder(sequence)
                 outputs.append(self._requests.finish(sequence, FinishReason.ERROR, error))
             else:
-                launched.resolve(sequence, token.token_id)
+                sequence.token_ids.append(token.token_id)
                 self._num_generated += 1
                 outputs.append(self._requests.accept(sequence, token, self._context_limit))
         return outputs

@@ -221,6 +221,11 @@ class Row:
         return self.num_tokens - len(self.drafts)
 
     @property
+    def is_certain(self) -> bool:
+        """Whether all of its drafts are certain: then they are as good as known tokens."""
+        return all(self.certain)
+
+    @property
     def wanted(self) -> list[int]:
         """Of each of these logits, how many drafts stand before it."""
         return [i for i, is_certain in enumerate((*self.certain, False)) if not is_certain]
@@ -257,6 +262,7 @@ class Step:
                one before, one token further; None for any other step
     has_drafts whether any row has
     keeps_states  whether what the LM head reads is wanted, for the drafts of the next step
+    proposals  of its rows: (row, engine.drafts' `Proposal`), until it was learned what was right
     """
 
     budget: int
@@ -266,6 +272,7 @@ class Step:
     new_pages: list[tuple[int, int, int]] | None = None
     has_drafts: bool = False
     keeps_states: bool = False
+    proposals: list[tuple[Row, Any]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.drafts.heads import Asking
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
@@ -14,6 +16,10 @@ class StepCosts:
 
     row           of one more row, of what a step of no row would take
     waiting       of launching a step only when the tokens before it are known
+    waiting_each  of each of its requests in addition: its drafts are looked for meanwhile
+    following     of each that has a grammar: drafts are walked through it, and masks are computed
+    asking        the heads of adapters
+    max_asked     more requests in a step than this, and their heads are not asked
     max_requests  more in a step than this, and none of them has drafts
     max_rows      of a step with drafts
     only_decodes  whether a step that computes prompts has no drafts
@@ -21,6 +27,10 @@ class StepCosts:
 
     row: float
     waiting: float
+    waiting_each: float
+    following: float
+    asking: Asking
+    max_asked: int
     max_requests: int
     max_rows: int
     only_decodes: bool
@@ -34,10 +44,33 @@ class StepCosts:
         return num_sampling * self.row / (1.0 + self.row * (num_rows + num_drafts))
 
 
-#: From bench/results/cpu.json: 16 rows take 2.4 times as long as one. Nothing runs ahead there.
-CPU = StepCosts(row=0.1, waiting=0.2, max_requests=1 << 20, max_rows=1 << 20, only_decodes=False)
+#: From bench/results/cpu.json: 16 rows take 2.4 times as long as one. Nothing runs ahead there. The
+#: heads' pass reads the LM head once for all, and computes a row of it for each head.
+CPU = StepCosts(
+    row=0.1,
+    waiting=0.2,
+    waiting_each=0.0,
+    following=0.0,
+    asking=Asking(once=2.0, each=0.2),
+    max_asked=1 << 20,
+    max_requests=1 << 20,
+    max_rows=1 << 20,
+    only_decodes=False,
+)
 
 #: From bench/results/targets-h200.json: one row takes 4.60 ms, 64 take 5.50, and 64 of one adapter
-#: 6.15 after 4.89. A step that waits takes 0.7 to 1 ms more. With forced text 16 requests of 16
-#: adapters were 1.11 times as fast as without drafts, 64 of 64 only 0.88 times.
-GPU = StepCosts(row=0.004, waiting=0.2, max_requests=24, max_rows=64, only_decodes=True)
+#: 6.15 after 4.89. A step that waits takes 0.7 to 1 ms more for one request, and for 16 of free
+#: text. With grammars the whole step took 6.0 ms for one request, 10.1 for four and 15.6 for
+#: sixteen, after 4.8, 5.0 and 5.7 without drafts (drafts_gpu.py, before forced text was taken
+#: ahead). Reading an LM head of 1 GB takes 0.25 ms; a head is some ten launches.
+GPU = StepCosts(
+    row=0.004,
+    waiting=0.15,
+    waiting_each=0.005,
+    following=0.1,
+    asking=Asking(once=12.0, each=3.0),
+    max_asked=8,
+    max_requests=128,
+    max_rows=512,
+    only_decodes=True,
+)

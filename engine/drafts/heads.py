@@ -16,10 +16,20 @@ from engine.drafts.profile import Kind, Profile, Source
 from engine.sequence import Sequence
 
 HEADS = tuple(Kind(Source.HEADS, place) for place in range(4))
-#: What asking costs, in rows: reading the LM head once for all, and one row of it for each head.
-_ROWS_ONCE, _ROWS_EACH = 2.0, 0.2
 
 LeastChance = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What asking costs, in rows of a step.
+
+    once  for all sequences: reading the LM head
+    each  for each head
+    """
+
+    once: float
+    each: float
 
 
 class Guesses(Protocol):
@@ -70,6 +80,7 @@ class HeadDrafts:
         rows: Iterable[tuple[Sequence, Profile, HeadState, int]],
         num_sampling: int,
         least_chance: LeastChance,
+        costs: Asking,
     ) -> None:
         """Fill in the guesses of those sequences for which it pays.
 
@@ -84,7 +95,7 @@ class HeadDrafts:
             if not heads:
                 continue
             state.is_probe = False
-            if not _pays(profile, len(heads), num_sampling, least_chance):
+            if not _pays(profile, len(heads), num_sampling, least_chance, costs):
                 state.is_probe = profile.probes(HEADS[0])
                 if not state.is_probe:
                     continue
@@ -95,7 +106,13 @@ class HeadDrafts:
                 state.guesses = tokens
 
 
-def _pays(profile: Profile, num_heads: int, num_sampling: int, least_chance: LeastChance) -> bool:
+def _pays(
+    profile: Profile,
+    num_heads: int,
+    num_sampling: int,
+    least_chance: LeastChance,
+    costs: Asking,
+) -> bool:
     """Whether the heads can be expected to give more tokens than their cost gives elsewhere."""
     chance, gain, count = 1.0, 0.0, 0
     for kind in HEADS[:num_heads]:
@@ -103,5 +120,5 @@ def _pays(profile: Profile, num_heads: int, num_sampling: int, least_chance: Lea
         if chance < least_chance(count):
             break
         gain, count = gain + chance, count + 1
-    cost = count + num_heads * _ROWS_EACH + _ROWS_ONCE / num_sampling
+    cost = count + num_heads * costs.each + costs.once / num_sampling
     return count > 0 and gain >= cost * least_chance(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.memory.prefix_cache import AdapterKey
 from engine.sequence import Sequence
@@ -34,9 +34,10 @@ class Source(enum.StrEnum):
     MEMORY = "memory"
     HEADS = "heads"
 
+    __hash__ = str.__hash__  # an enum's own is Python, and kinds are looked up for every draft
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+
+class Kind(NamedTuple):
     """Drafts that are about equally likely to be right.
 
     agreeing  for LOOKUP and MEMORY, how many tokens before it agree; for HEADS, which head

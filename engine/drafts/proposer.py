@@ -38,6 +38,7 @@ class Proposal:
     kinds   of each draft
     places  of each draft, and of the token behind the last one, as far as it was looked at; None:
             the grammar allows many tokens there
+    is_ahead  whether it is what is forced behind a token in flight
     """
 
     profile: Profile
@@ -45,6 +46,7 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     places: list[Place | None] = field(default_factory=list)
+    is_ahead: bool = False
 
     def learn(self, found: list[int]) -> None:
         """Note the tokens that were chosen where the drafts are, and the one behind them."""

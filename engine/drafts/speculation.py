@@ -2,8 +2,13 @@
 
 Drafts are in nobody's way: they get what the step's rows leave of its tokens, and pages that are
 free. A draft pays if it is right more often than its row would have given tokens elsewhere
-(`StepCosts`). On a GPU a step that has drafts is not launched ahead, since they follow from tokens
-that the host must know: it waits only where drafts were right often enough lately.
+(`StepCosts`).
+
+On a GPU a step is launched ahead, before the tokens of the one in flight are read. Where the
+grammar forces a text behind the tokens that are known, its first token is the one in flight,
+whatever the logits are, and the others are drafts of the step that is launched: nothing waits for
+them. Other drafts follow from tokens that the host must know; it waits for these only where such
+drafts were right often enough lately.
 """
 
 from __future__ import annotations
@@ -15,9 +20,9 @@ from engine.config import EngineConfig
 from engine.drafts.answers import AnswerMemories
 from engine.drafts.costs import CPU, GPU
 from engine.drafts.heads import HeadDrafts
-from engine.drafts.profile import Profiles, Source
+from engine.drafts.profile import Kind, Profiles, Source
 from engine.drafts.proposer import Known, Proposal, propose
-from engine.execution.verification import Verification
+from engine.execution.in_flight import InFlightStep
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
 from engine.sequence import Row, Sequence, Step
@@ -25,8 +30,8 @@ from engine.stats import DraftCounts
 
 #: The most drafts of one sequence in one step.
 MAX_DRAFTS = 16
-#: Of the steps that do not seem worth waiting for, one in so many is waited for all the same.
-_WAIT_EVERY = 64
+#: Now and then a step is waited for that does not seem worth it: it may cost so much of all steps.
+_TRYING = 0.003
 
 
 class Speculation:
@@ -49,11 +54,13 @@ class Speculation:
         self._is_on = config.speculation
         self.costs = CPU
         if config.runs_triton:
-            self.costs = replace(GPU, max_rows=min(GPU.max_rows, config.max_running))
+            self.costs = replace(GPU, max_rows=config.max_drafted_rows or 0)
         self._num_unwaited = 0
         self._profiles, self._answers = Profiles(), AnswerMemories()
         self._remembered: dict[Sequence, None] = {}  # those that run
-        self._proposals: list[tuple[Row, Proposal]] = []  # of the step that runs
+        self._unlearned: list[tuple[Row, Proposal]] = []
+        # Drafts behind the token in flight, of the step that is planned.
+        self._forced: dict[Sequence, tuple[int, ...]] = {}
         self._counts = {source: DraftCounts() for source in Source}
 
     def waits(self, step: Step) -> bool:
@@ -65,15 +72,41 @@ class Speculation:
         if not own or (has_prompts and self.costs.only_decodes):
             return False
         gains = [1.0 if s.drafting is None else s.drafting.profile.gain for s in own]
-        if sum(gains) >= self.costs.waiting * len(step.rows):
-            return True
+        followed = [s for s in own if self._grammars.matcher(s) is not None]
+        costs = self.costs
+        cost = costs.waiting + costs.waiting_each * len(own) + costs.following * len(followed)
         self._num_unwaited += 1
-        return self._num_unwaited % _WAIT_EVERY == 0
+        if sum(gains) >= cost * len(step.rows) or self._num_unwaited * _TRYING >= cost:
+            self._num_unwaited = 0
+            return True
+        return False
+
+    def look_ahead(self, in_flight: Step) -> bool:
+        """Find the text that is forced behind the tokens of a step in flight; return if there is.
+
+        Its placeholders stand in the sequences. Where that step has drafts nothing is looked for:
+        they were all that is forced.
+        """
+        self._forced = {}
+        if not self._is_on:
+            return False
+        drafted = {row.sequence for row in in_flight.rows if row.drafts}
+        for sequence in in_flight.sampling:
+            if sequence.has_left or sequence in drafted or not sequence.request.speculation:
+                continue
+            matcher = self._grammars.matcher(sequence)
+            if matcher is not None and (most := self._most_useful(sequence)) > 0:
+                forced = matcher.forced()[1 : 1 + most]
+                stops = (i for i, token in enumerate(forced) if token in sequence.stop_ids)
+                if forced := forced[: next(stops, len(forced))]:
+                    self._forced[sequence] = forced
+        return bool(self._forced)
 
     def propose(self, step: Step, *, is_ahead: bool = False) -> None:
         """Add drafts to the rows that sample.
 
-        is_ahead  the step before is in flight: its tokens are not known, and there are no drafts
+        is_ahead  the step before is in flight: its tokens are not known, and drafts are only what
+                  `look_ahead` has found
         """
         if not self._is_on or step.new_pages is not None:
             return
@@ -81,10 +114,30 @@ class Speculation:
         for row in sampling:
             if row.sequence.request.remember:
                 self._remembered[row.sequence] = None
-        num_rows = step.num_tokens
-        if is_ahead or not self._may_draft(step, len(sampling), num_rows):
+        if self.costs.only_decodes and not step.num_tokens == len(step.rows) == len(sampling):
             return
         drafting = [row for row in sampling if row.sequence.request.speculation]
+        if is_ahead:
+            self._propose_forced(step, drafting)
+        elif len(sampling) <= self.costs.max_requests:
+            self._propose_known(step, drafting, sampling)
+
+    def _propose_forced(self, step: Step, drafting: list[Row]) -> None:
+        """Add what is forced behind tokens that are in flight."""
+        num_rows = step.num_tokens
+        for row in drafting:
+            forced = self._forced.get(row.sequence, ())
+            forced = forced[: max(0, min(MAX_DRAFTS, step.budget, self.costs.max_rows - num_rows))]
+            if forced:
+                profile, first = self._known(row.sequence).profile, row.sequence.num_tokens
+                proposal = Proposal(profile, first, is_ahead=True)
+                proposal.tokens += forced
+                proposal.kinds += [Kind(Source.FORCED)] * len(forced)
+                num_rows += self._add(step, row, proposal)
+
+    def _propose_known(self, step: Step, drafting: list[Row], sampling: list[Row]) -> None:
+        """Add what all sources propose behind tokens that are known."""
+        num_rows = step.num_tokens
         self._ask_heads(step, drafting, len(sampling))
         for row in drafting:
             sequence = row.sequence
@@ -98,42 +151,56 @@ class Speculation:
                 most,
                 functools.partial(self.costs.least_chance, len(sampling), num_rows),
             )
-            self._proposals.append((row, proposal))
-            num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
-            row.drafts = tuple(proposal.tokens[:num])
-            row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
-            needs_logits = sequence.request.sampling.logprobs is not None
-            row.certain = tuple(
-                kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds[:num]
-            )
-            row.num_tokens += num
-            step.budget -= num
-            step.has_drafts = step.has_drafts or num > 0
-            num_rows += num
-            sequence.num_drafted += num
+            num_rows += self._add(step, row, proposal)
+
+    def _add(self, step: Step, row: Row, proposal: Proposal) -> int:
+        """Add a proposal to its row, as far as there are pages for it; return how many drafts."""
+        step.proposals.append((row, proposal))
+        num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
+        row.drafts = tuple(proposal.tokens[:num])
+        row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
+        needs_logits = row.sequence.request.sampling.logprobs is not None
+        row.certain = tuple(
+            kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds[:num]
+        )
+        row.num_tokens += num
+        step.budget -= num
+        step.has_drafts = step.has_drafts or num > 0
+        row.sequence.num_drafted += num
+        return num
+
+    def _known(self, sequence: Sequence) -> Known:
+        """Return what is kept of the sequence while it runs."""
+        if sequence.drafting is None:
+            memory = self._answers.of(sequence)
+            sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
+        known: Known = sequence.drafting
+        return known
 
     def _ask_heads(self, step: Step, drafting: list[Row], num_sampling: int) -> None:
         """Get the guesses of the adapters' heads; see that what they read next is kept."""
         asked = []
         for row in drafting:
             sequence = row.sequence
-            if sequence.drafting is None:
-                memory = self._answers.of(sequence)
-                sequence.drafting = Known(self._profiles.of(sequence), memory=memory)
-            if self._heads.of(sequence):
+            known = self._known(sequence)
+            if num_sampling <= self.costs.max_asked and self._heads.of(sequence):
                 step.keeps_states = True
-                known: Known = sequence.drafting
                 most = min(step.budget, self._most_useful(sequence))
                 asked.append((sequence, known.profile, known.heads, most))
         least_chance = functools.partial(self.costs.least_chance, num_sampling, step.num_tokens)
-        self._heads.guess(asked, num_sampling, least_chance)
+        self._heads.guess(asked, num_sampling, least_chance, self.costs.asking)
 
-    def settle(self, drafted: Verification | None = None) -> None:
-        """Give back the pages of wrong drafts and learn, once the step's tokens are known.
+    def settle(self, launched: InFlightStep, dropped: InFlightStep | None = None) -> None:
+        """Give back the pages of wrong drafts, once the step's tokens are known.
 
-        drafted  what chose the tokens, if there were drafts or their heads' states are kept
+        dropped  the step that was launched over a wrong token, if any
         """
-        for sequence, state in drafted.last_states() if drafted is not None else ():
+        if dropped is not None:
+            self.drop(dropped.step)
+        drafted, was_ahead = launched.drafted, launched.placed is not None
+        # Of a step that the next one was launched over, they are overwritten.
+        states = () if drafted is None or was_ahead else drafted.last_states()
+        for sequence, state in states:
             if sequence.is_running and sequence.drafting is not None:
                 sequence.drafting.heads.keep(state, sequence.num_tokens)
         for sequence in [s for s in self._remembered if s.has_ended]:
@@ -141,19 +208,37 @@ class Speculation:
             known: Known | None = sequence.drafting
             if known is not None and known.memory is not None:
                 known.memory.add(sequence.token_ids[sequence.num_prompt :])
-        proposals, self._proposals = self._proposals, []
+        proposals, launched.step.proposals = launched.step.proposals, []
         for row, proposal in proposals:
             sequence = row.sequence
-            if proposal.tokens and sequence.is_running:
+            # Of a step whose drafts are certain the next step may have pages already.
+            if proposal.tokens and sequence.is_running and not was_ahead:
                 self._tables.trim(sequence)
-            found = sequence.token_ids[proposal.first :]
+        self._unlearned += proposals
+
+    def learn(self) -> None:
+        """Learn from the steps that were settled: while the next one runs, if nothing stops it."""
+        proposals, self._unlearned = self._unlearned, []
+        for row, proposal in proposals:
+            found = row.sequence.token_ids[proposal.first :]
             proposal.learn(found)
-            is_right, num_right = True, 0
+            is_right, num_right, num_forced = True, 0, 0
             for i, draft in enumerate(row.drafts):
                 is_right = is_right and i < len(found) and found[i] == draft
-                self._counts[proposal.kinds[i].source].add(is_accepted=is_right)
+                source = proposal.kinds[i].source
+                self._counts[source].add(is_accepted=is_right)
                 num_right += is_right
-            proposal.profile.note_gain(num_right)
+                num_forced += is_right and source is Source.FORCED
+            if not proposal.is_ahead:
+                # Forced text needs no waiting: it takes one step more without.
+                proposal.profile.note_gain(num_right - max(0, num_forced - 1))
+
+    def drop(self, step: Step) -> None:
+        """Undo what was done for a step that was launched over a wrong token."""
+        for row, _ in step.proposals:
+            row.sequence.num_drafted -= len(row.drafts)
+            if row.sequence.is_running:
+                self._tables.trim(row.sequence)
 
     def read_counts(self) -> dict[str, DraftCounts]:
         """Return the drafts so far by source; nothing if it is off."""
@@ -169,11 +254,6 @@ class Speculation:
     def forget_answers(self, tenant_id: str) -> None:
         """Drop what a tenant's requests with `Request.remember` left."""
         self._answers.forget_tenant(tenant_id)
-
-    def _may_draft(self, step: Step, num_sampling: int, num_rows: int) -> bool:
-        if num_sampling > self.costs.max_requests:
-            return False
-        return num_rows == len(step.rows) == num_sampling or not self.costs.only_decodes
 
     def _most_useful(self, sequence: Sequence) -> int:
         """Return how many drafts could be of use before the sequence's limits."""

@@ -89,6 +89,7 @@ class DecodeGraphs:
     """Fixed input buffers and the graphs that read them.
 
     max_pages  columns of the page tables
+    keeps_states  whether `kept` [max_batch, E] takes what the last matrix reads; else it is None
     lora       the step's adapters; as many rows as `max_batch` at least
 
     A step beyond these runs without a graph.
@@ -101,6 +102,7 @@ class DecodeGraphs:
         max_batch: int,
         max_pages: int,
         lora: LoraInputs,
+        keeps_states: bool = False,
     ) -> None:
         self._model = model
         device = model.device
@@ -116,6 +118,10 @@ class DecodeGraphs:
         self.slots = ints(max_batch, dtype=torch.int64)
         self.context_lens = ints(max_batch)
         self.page_tables = ints(max_batch, max_pages)
+        self.kept: torch.Tensor | None = None
+        if keeps_states:
+            shape = (max_batch, model.config.hidden_size)
+            self.kept = torch.zeros(shape, dtype=model.arena.dtype, device=device)
         self._query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, LoraPlan] = {}
@@ -226,6 +232,7 @@ class DecodeGraphs:
             page_tables=self.page_tables[:size],
             max_new=1,
             workspace=self._workspaces[size],
+            kept=self.kept,
         )
         if not scope:
             return batch

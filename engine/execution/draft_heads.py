@@ -1,4 +1,4 @@
-"""DraftHeads: what the draft heads of adapters guess, on a CPU.
+"""DraftHeads: what the draft heads of adapters guess.
 
 `contract.draft_heads` says what a head computes. The heads lie in the adapter's pages.
 """

@@ -83,6 +83,7 @@ class GpuBatch:
     is_mlp_plain  whether no adapter of the pass changes gate, up or down
     may_fuse   False: gate and up are written as in short passes, which takes the most memory
     extras     None when no adapter has more than tiles; in a graph without `segments`
+    kept       [N or more, E] takes what the last matrix reads for each row of the logits
     """
 
     token_ids: torch.Tensor
@@ -104,6 +105,7 @@ class GpuBatch:
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
     scores: Scores | None = None
+    kept: torch.Tensor | None = None
 
 
 class GpuModel:
@@ -174,7 +176,13 @@ class GpuModel:
                 normed = normed[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, extras=extras)
+        if batch.kept is not None:
+            batch.kept[: len(normed)].copy_(normed)
         return self._logits(normed, batch.extras)
+
+    def head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, E] -> the base's logits [N, V]"""
+        return self._linear(x, self.weights.lm_head)
 
     def _logits(self, x: torch.Tensor, extras: LoraExtras | None) -> torch.Tensor:
         """x [N, E] -> [N, V]; extras: of these rows."""

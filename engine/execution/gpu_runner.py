@@ -102,8 +102,9 @@ class GpuRunner:
     """Owns the graphs and their buffers.
 
     entry_buffers  where entries of the adapters' table stay on the device
-    max_running  the most rows a decode step can have
+    max_running  the most sequences a step can have
     max_tokens   the most tokens a step can have
+    max_drafted  the most rows of a decode with drafts; None: there are none, nor `Batch.states`
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class GpuRunner:
         max_positions: int,
         max_running: int,
         max_tokens: int,
+        max_drafted: int | None = None,
     ) -> None:
         if any(width % 8 for widths in model.projection_widths for width in widths):
             raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
@@ -124,7 +126,8 @@ class GpuRunner:
         )
         self._num_heads, self._layout = model.num_heads, layout
         self._max_running, self._max_tokens = max_running, max_tokens
-        rows, max_pages = min(max_running, BUCKETS[-1]), -(-max_positions // layout.page_size)
+        max_rows = max(max_running, max_drafted or 0)
+        rows, max_pages = min(max_rows, BUCKETS[-1]), -(-max_positions // layout.page_size)
         lora = LoraInputs(
             arena.device,
             max_rows=rows,
@@ -133,17 +136,27 @@ class GpuRunner:
             max_blocks=MAX_BLOCKS,
         )
         self.entry_buffers = lora.buffers
-        self._graphs = DecodeGraphs(self._model, max_batch=rows, max_pages=max_pages, lora=lora)
+        self._graphs = DecodeGraphs(
+            self._model,
+            max_batch=rows,
+            max_pages=max_pages,
+            lora=lora,
+            keeps_states=max_drafted is not None,
+        )
         self._mixed = MixedGraphs(
-            self._model, max_tokens=max_tokens, max_rows=rows, max_pages=max_pages, lora=lora
+            self._model,
+            max_tokens=max_tokens,
+            max_rows=min(max_running, BUCKETS[-1]),
+            max_pages=max_pages,
+            lora=lora,
         )
         self._plain = Chosen(
-            token_ids=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
-            marked=torch.zeros(max_running, dtype=torch.int64, device=arena.device),
+            token_ids=torch.zeros(max_rows, dtype=torch.int64, device=arena.device),
+            marked=torch.zeros(max_rows, dtype=torch.int64, device=arena.device),
         )
-        self._masks = MaskUploads(arena.device, max_running, model.vocab_size)
+        self._masks = MaskUploads(arena.device, max_rows, model.vocab_size)
         # Two, because a step is launched before the tokens of the one before it are read.
-        self._fetched = torch.empty(2, max_running, dtype=torch.int64, pin_memory=arena.is_cuda)
+        self._fetched = torch.empty(2, max_rows, dtype=torch.int64, pin_memory=arena.is_cuda)
         self._turn = 0
         self._chosen: torch.Tensor | None = None  # the newest step's tokens, on the device
         self._draw: Draw | None = None  # what its rows that are not greedy were drawn by
@@ -242,15 +255,35 @@ class GpuRunner:
         if batch.scores is None:  # a graph keeps the logits of the rows that sample alone
             if batch.is_drafted and self._fits_drafted(batch):
                 self._load(_each_draft_a_row(batch))
-                return self._graphs.step()[batch.sample_rows], None
+                logits = self._graphs.step()[batch.sample_rows]
+                self._keep(batch)
+                return logits, None
             if self._is_decode(batch):
                 self._load(batch)
-                return self._graphs.step(), self._graphs
+                logits = self._graphs.step()
+                self._keep(batch)
+                return logits, self._graphs
             if self._mixed.fits(batch):
                 for arrival in batch.arrivals:
                     arrival.await_all()  # 2 ms; launch by launch it would be hidden, and cost 15
                 return self._mixed.run(batch), self._mixed
-        return self._model.forward(self._gpu_batch(batch)), None
+        own = self._gpu_batch(batch)
+        if batch.states is not None:
+            shape = (len(batch.sample_rows), self._model.config.hidden_size)
+            batch.states.x = torch.empty(
+                shape, dtype=self._model.arena.dtype, device=self._model.device
+            )
+            own = replace(own, kept=batch.states.x)
+        return self._model.forward(own), None
+
+    def head_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, E] -> the base's logits [N, V]"""
+        return self._model.head_logits(x)
+
+    def _keep(self, batch: Batch) -> None:
+        """Give the states of a graph's step to who asked for them: until the next step."""
+        if batch.states is not None and self._graphs.kept is not None:
+            batch.states.x = self._graphs.kept[batch.sample_rows]
 
     def _fits_drafted(self, batch: Batch) -> bool:
         """Whether a graph holds a row for each draft."""

@@ -50,7 +50,7 @@ class ModelRunner:
     weights  given, nothing is read from the model folder
 
     entry_buffers  where the adapters' table stays from one step to the next
-    draft_heads    None: those of adapters are not used, as on a GPU or without speculation
+    draft_heads    None: those of adapters are not used, as without speculation
     weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
 
@@ -69,12 +69,13 @@ class ModelRunner:
                 f"{config.device} is too small for the weights, the graphs and an arena of "
                 f"{config.arena_bytes or 'any number of'} bytes"
             ) from error
-        if config.speculation and self._gpu is None:
-            self.draft_heads = DraftHeads(self.arena, self._decoder.head_logits)
+        if config.speculation:
+            owner = self._decoder if self._gpu is None else self._gpu
+            self.draft_heads = DraftHeads(self.arena, owner.head_logits)
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
-        layout = config.page_layout(model)
+        layout = self._layout = config.page_layout(model)
         if weights is None:
             weights = load_weights(config.model_dir, model, config.device, dtype)
         self.weights = weights if config.lends_weights else None
@@ -84,6 +85,7 @@ class ModelRunner:
             weights=weights,
             layout=layout,
             max_running=config.max_running,
+            max_drafted=config.max_drafted_rows,
             max_tokens=config.max_step_tokens,
         )
 
@@ -105,8 +107,7 @@ class ModelRunner:
                 self._gpu.warm_up()
             return
         self.entry_buffers = EntryBuffers(MAX_ENTRIES, self.arena.device)
-        self._layout, self._model = layout, model
-        self._decoder = Decoder(model, weights)
+        self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         self._rope = RopeTables(
             model.head_dim,

@@ -26,12 +26,11 @@ import torch
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
 from engine.sampling.masks import MaskThreads, MaskTree, write_mask
+from engine.sampling.walk import Behind, Walk, only_of
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
 _MAX_CACHED = 256
-#: So many allowed tokens count as few.
-MAX_FEW = 8
 _SMALLEST = Grammar(GrammarKind.REGEX, "a")
 
 
@@ -95,6 +94,28 @@ class Matcher:
         else:
             write_mask(mask, words)
 
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens of the text that is forced here; () unless one token alone is allowed.
+
+        So the first of them is the next token, whatever the logits are.
+        """
+        if self._has_failed():
+            return ()
+        only = only_of(self.mask)
+        if only is None or self._has_failed():
+            return ()
+        forced: list[int] = self.inner.deep_copy().compute_ff_tokens()
+        return tuple(forced) if forced[:1] == [only] else ()
+
+    def behind(self, drafts: SequenceOf[int]) -> Behind | None:
+        """Return the place behind drafts; None if the grammar cannot be followed there."""
+        copy, place = self.inner.deep_copy(), self.place
+        if self._has_failed() or copy.try_consume_tokens(list(drafts)) != len(drafts):
+            return None
+        for token_id in drafts:
+            place = self.tree.behind(place, token_id)
+        return Behind(copy, self.tree, place)
+
     def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[bytes | None]:
         """Return the masks behind the first draft, the second one and so on.
 
@@ -154,72 +175,6 @@ class Matcher:
                 f"the grammar cannot be followed: {self.inner.get_error()}", param=self._param
             )
         return self.error is not None
-
-
-class Walk:
-    """A place in a grammar behind drafts: a copy of a request's, which stays where it is.
-
-    If the copy turns out too costly to follow, nothing more is forced or allowed.
-
-    ahead  the tokens that it moves on by, and the mask behind each, where it was computed: the
-           owner need not compute those again
-    """
-
-    def __init__(self, owner: Matcher, ahead: list[tuple[int, bytes | None]]) -> None:
-        self._owner, self._ahead = owner, ahead
-        self._own_copy: Any = None  # made once it is needed
-        self._few: tuple[int, ...] | None = None
-        self._is_counted = False  # whether `_few` is of this place
-
-    @property
-    def _copy(self) -> Any:
-        if self._own_copy is None:
-            self._own_copy = self._owner.inner.deep_copy()
-        return self._own_copy
-
-    def forced(self) -> list[int]:
-        """Return the text that the grammar forces, as the tokenizer cuts it.
-
-        Without its last tokens, if what follows could change them.
-        """
-        forced: list[int] = self._copy.compute_ff_tokens()
-        return forced
-
-    def few_allowed(self) -> tuple[int, ...] | None:
-        """Return the tokens that are allowed next; None if they are many, or none."""
-        if not self._is_counted:
-            self._few, self._is_counted = self._count_few(), True
-        return self._few
-
-    def _count_few(self) -> tuple[int, ...] | None:
-        if not self._ahead:
-            return few_of(self._owner.mask)
-        mask: bytes = self._copy.compute_bitmask()
-        if self._copy.is_error():
-            return None
-        self._ahead[-1] = self._ahead[-1][0], mask
-        return few_of(mask)
-
-    def accept(self, token_id: int) -> bool:
-        """Move on by a token if it is legal; return whether it is."""
-        if self._copy.try_consume_tokens([token_id]) != 1:
-            return False
-        self._ahead.append((token_id, None))
-        self._is_counted = False
-        return True
-
-
-def few_of(mask: bytes) -> tuple[int, ...] | None:
-    """Return the tokens that a mask allows; None if they are many, or none."""
-    words = np.frombuffer(mask, dtype=np.uint32)
-    filled = words.nonzero()[0]
-    if not 0 < len(filled) <= MAX_FEW:
-        return None
-    bits = np.unpackbits(words[filled].view(np.uint8), bitorder="little").reshape(-1, 32)
-    rows, columns = bits.nonzero()
-    if len(rows) > MAX_FEW:
-        return None
-    return tuple((filled[rows] * 32 + columns).tolist())
 
 
 class _Backend:
@@ -427,10 +382,13 @@ class Grammars:
             self._matchers[sequences[i]].fill_mask(words[i])
         return rows
 
-    def compute_masks(self, sequences: Iterable[Sequence]) -> None:
-        """Compute the next masks of those that have a grammar, unless they are known."""
+    def compute_masks(self, sequences: Iterable[Sequence], behind: Iterable[Behind] = ()) -> None:
+        """Compute the next masks of those that have a grammar, and others, unless they are known.
+
+        Together, on threads.
+        """
         own = map(self._matchers.get, sequences)
-        self._threads.compute(matcher for matcher in own if matcher is not None)
+        self._threads.compute([*(matcher for matcher in own if matcher is not None), *behind])
 
     def remove(self, sequence: Sequence) -> None:
         self._matchers.pop(sequence, None)

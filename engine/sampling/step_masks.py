@@ -13,7 +13,10 @@ from engine.sampling.failures import failed_token
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.masks import write_mask
 from engine.sampling.sampler import Sampled
+from engine.sampling.walk import Behind
 from engine.sequence import Row, Sequence
+
+_LOST = "the grammar cannot be followed behind the text that it forces"
 
 
 class StepMasks:
@@ -73,17 +76,31 @@ class DraftMasks:
         Cuts drafts that are not legal, and those behind which the grammar cannot be followed.
         """
         filled: list[int] = []
-        self._grammars.compute_masks(row.sequence for row in self._rows)
+        behind = self._places()
+        others = [row.sequence for row in self._rows if row.sequence not in behind]
+        self._grammars.compute_masks(others, [b for b in behind.values() if b is not None])
         first = 0
         for row, count in zip(self._rows, self._counts, strict=True):
             matcher = self._grammars.matcher(row.sequence)
-            if matcher is not None:
-                try:
+            try:
+                if row.sequence in behind:
+                    _fill_behind(behind[row.sequence], words[first])
+                    filled.append(first)
+                elif matcher is not None:
                     filled += _fill(matcher, row, words, first)
-                except Exception as error:
-                    self._failed.append((first, row, error))
+            except Exception as error:
+                self._failed.append((first, row, error))
             first += count
         return filled
+
+    def _places(self) -> dict[Sequence, Behind | None]:
+        """Return where the only mask of each row is wanted whose drafts are all certain."""
+        own = ((row, self._grammars.matcher(row.sequence)) for row in self._rows)
+        return {
+            row.sequence: matcher.behind(row.drafts)
+            for row, matcher in own
+            if matcher is not None and row.drafts and row.is_certain
+        }
 
     def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
         """Return the tokens, with an error in place of each whose mask could not be made."""
@@ -91,6 +108,13 @@ class DraftMasks:
         for first, row, error in self._failed:
             tokens[first] = failed_token(row.sequence, error)
         return tokens
+
+
+def _fill_behind(place: Behind | None, words: npt.NDArray[np.int32]) -> None:
+    mask = None if place is None else place.compute()
+    if mask is None:
+        raise BadGrammar(_LOST)
+    write_mask(mask, words)
 
 
 def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) -> list[int]:
@@ -101,7 +125,7 @@ def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) 
     own = [depth for depth in wanted if depth < len(masks)]
     if len(masks) <= len(row.drafts):  # the next draft is not legal
         if not own:
-            raise BadGrammar("the grammar cannot be followed behind the text that it forces")
+            raise BadGrammar(_LOST)
         row.cut(own[-1])
     for i, depth in enumerate(own):
         if depth == 0:

@@ -116,6 +116,8 @@ class PageTables:
     def commit(self, row: Row) -> None:
         """Note that the row's tokens are in the pages; offer full pages for sharing."""
         sequence = row.sequence
+        if row.drafts:  # they are certain, and among its tokens now
+            self._num_drafts.pop(sequence, None)
         first = sequence.num_computed // self._page_size
         sequence.num_computed += row.num_tokens
         end = sequence.num_computed // self._page_size

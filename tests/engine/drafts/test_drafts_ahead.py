@@ -158,9 +158,9 @@ def test_a_mask_that_fails_among_drafts_ends_its_own_request(
     same(got["other"], wanted)
 
 
-def test_a_crowd_has_no_drafts_and_is_launched_as_without(make_engine: MakeEngine) -> None:
+def test_a_crowd_without_forced_text_is_launched_as_without_drafts(make_engine: MakeEngine) -> None:
     requests = [
-        request(str(i), prompt(i % 5, 5), json_schema=SCHEMA, max_tokens=12) for i in range(25)
+        request(str(i), prompt(i % 5, 5), regex="[a-z]{20,}", max_tokens=12) for i in range(25)
     ]
     launches = []
     for is_on in (False, True):
@@ -175,11 +175,11 @@ def test_a_crowd_has_no_drafts_and_is_launched_as_without(make_engine: MakeEngin
     assert launches[1]["known"] <= 2
 
 
-def test_no_drafts_while_another_step_is_in_flight(
+def test_no_guesses_while_another_step_is_in_flight(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other step is launched ahead, where drafts would follow from placeholders."""
-    own = request("a", prompt(1, 9), json_schema=SCHEMA, max_tokens=30)
+    """Every other step is launched ahead, where guesses would follow from placeholders."""
+    own = request("a", prompt(1, 9), max_tokens=30)
     plain = run(ready(make_engine()), own)
     monkeypatch.setattr("engine.drafts.speculation.propose", planted(plain))
     engine, _ = ahead(make_engine, **ROOM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from contract.draft_heads import head_names
 from engine import AdapterMismatch, Engine, EngineConfig, FinishReason, Request
+from engine.drafts.costs import CPU
 from engine.drafts.heads import _pays
 from engine.drafts.profile import Kind, Profile, Source
 from tests.engine.conftest import SMALL, MakeEngine, Result, load_base, prompt, request, run
@@ -204,6 +206,40 @@ def test_heads_compute_what_is_documented(
     assert sequence.drafting.heads.guesses == expected
 
 
+def test_heads_draft_on_the_gpu_runner(make_headed: MakeEngine, tiny_model: Path) -> None:
+    """They read what the graph's last matrix read; one request uses an adapter without heads."""
+    requests = [
+        request("a", prompt(1, 9), adapter="all-4+heads", max_tokens=12),
+        request("b", prompt(2, 5), adapter="qv-16", max_tokens=9),
+    ]
+    plain = run(make_headed(), *requests)
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    config = {"device": device, "dtype": "float32", "use_triton": True, "max_running": 3}
+    engine = make_headed(speculation=True, **config)
+    heads: Any = engine._speculation._heads
+    real, told = heads._guesses, Planted(engine, plain, every=3)
+    base_head = load_base(tiny_model).get_output_embeddings().requires_grad_(False)
+    tensors, count = random_heads(0), 0
+
+    class Both:
+        """Sees that the real guesses are right; tells others."""
+
+        def guess(self, asked: Any) -> list[list[int]]:
+            nonlocal count
+            for (x, _), guesses in zip(asked, real.guess(asked), strict=True):
+                x, count = x.cpu(), count + 1
+                for (down, up), guess in zip(map(head_names, range(3)), guesses, strict=False):
+                    inner = x + functional.silu(tensors[up] @ (tensors[down] @ x))
+                    assert guess == int(base_head(inner).argmax())
+            found: list[list[int]] = told.guess(asked)
+            return found
+
+    heads._guesses = Both()
+    same(run(engine, *requests, check=True), plain)
+    assert count > 1
+    assert engine.stats().drafts["heads"].accepted > 1
+
+
 def test_blends_and_other_weights_use_no_heads(make_headed: MakeEngine) -> None:
     engine = make_headed(speculation=True)
     for blend in ({"all-4+heads": 0.5}, {"all-4+heads": 1.0, "qv-16+heads": 1.0}):
@@ -220,11 +256,11 @@ def test_heads_that_guess_wrong_are_asked_seldom(make_headed: MakeEngine) -> Non
 
 def test_asking_pays_only_where_there_is_room() -> None:
     profile = Profile()
-    assert _pays(profile, 3, 1, lambda count: 0.09)
-    assert not _pays(profile, 3, 16, lambda count: 0.6)
+    assert _pays(profile, 3, 1, lambda count: 0.09, CPU.asking)
+    assert not _pays(profile, 3, 16, lambda count: 0.6, CPU.asking)
     for _ in range(30):
         profile.note(Kind(Source.HEADS, 0), is_right=False)
-    assert not _pays(profile, 3, 1, lambda count: 0.09)
+    assert not _pays(profile, 3, 1, lambda count: 0.09, CPU.asking)
 
 
 def test_heads_take_pages_only_where_they_are_used(

@@ -109,6 +109,7 @@ def test_the_profile_run_writes_nothing(tiny_model: Path) -> None:
         arena=page,
         max_positions=64,
         max_running=2,
+        max_drafted=3,
         max_tokens=8,
     )
     assert runner.profile_run() > 0

@@ -1,0 +1,189 @@
+"""Text that a grammar forces behind tokens in flight: its steps wait for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, FinishReason, Request
+from engine.drafts.costs import GPU
+from engine.engine import Engine as Steps
+from tests.engine.conftest import MakeEngine, Result, prompt, request, run
+from tests.engine.drafts.test_drafts import SCHEMA, accepted, ready, same
+from tests.engine.execution.ahead_runner import AheadRunner
+from tests.engine.execution.test_ahead import Game
+
+if torch.cuda.is_available():
+    pytestmark = pytest.mark.gpu
+
+#: Its forced text is longer than `MAX_DRAFTS` tokens, its choices are few.
+LONG = json.dumps(
+    {
+        "type": "object",
+        "properties": {"is_a_name_of_many_letters": {"enum": ["yes", "no"]}, "n": {"const": 12}},
+        "required": ["is_a_name_of_many_letters", "n"],
+        "additionalProperties": False,
+    }
+)
+CROWD = {"max_running": 40, "max_step_tokens": 256}
+
+
+def ahead(make_engine: MakeEngine, **config: Any) -> tuple[Engine, AheadRunner]:
+    """An engine whose CPU plays a GPU, and that never waits for drafts."""
+    engine = ready(make_engine(speculation=True, **config))
+    engine._speculation.costs = replace(GPU, max_requests=0)
+    return engine, AheadRunner(engine)
+
+
+def test_a_crowd_does_not_wait_for_forced_text(make_engine: MakeEngine) -> None:
+    """Two steps for a forced text, however long, up to `MAX_DRAFTS`; nothing is read before."""
+    requests = [
+        request(str(i), prompt(i, 5 + i % 3), json_schema=SCHEMA, max_tokens=100, ignore_eos=False)
+        for i in range(30)
+    ]
+    plain = run(ready(make_engine(**CROWD)), *requests)
+    engine, counted = ahead(make_engine, **CROWD)
+    got = run(engine, *requests, check=True)
+    for name, expected in plain.items():
+        same(got[name], expected)
+    stats = engine.stats()
+    assert stats.drafts["forced"].accepted == stats.drafts["forced"].drafted > 30 * 15
+    assert sum(counts.drafted for counts in stats.drafts.values()) == accepted(got)
+    longest = max(len(result.token_ids) for result in plain.values())
+    assert stats.step < 0.7 * longest
+    assert counted.counts["known"] == 1, "a step waited for tokens"
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 1.3, "seed": 4, "top_p": 0.8, "n": 2},
+    {"stop_token_ids": (ord("u") - 33, ord("d") - 33)},  # inside forced text
+    {"speculation": False},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"logprobs": 2},
+    {"min_tokens": 3},
+    {"remember": True},
+]
+#: Those whose tokens a device can choose come more often.
+CHANCES = (4, 4, 4, 2, 2, 1, 1, 1, 2)
+
+
+def ask(name: str, choose: random.Random) -> Request:
+    [way] = choose.choices(WAYS, CHANCES)
+    options: dict[str, Any] = {
+        "adapter": choose.choice([None, "all-4", "dora"]),
+        "max_tokens": choose.choice([1, 2, 5, 9, 14, 21, 60]),
+        "json_schema": choose.choice([SCHEMA, SCHEMA, LONG, None]),
+        "ignore_eos": False,
+    }
+    return request(name, prompt(choose.randrange(4), choose.choice([3, 15, 30])), **options, **way)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_comes_and_goes_gets_the_tokens_of_running_alone(
+    make_engine: MakeEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends, limits, cancels, preemptions and wrong guesses inside forced text."""
+    choose = random.Random(seed)
+    config = {
+        "arena_bytes": choose.choice([80, 120, 400]) * 2048 * 4,
+        "max_step_tokens": choose.choice([12, 40, 200]),
+        "max_running": choose.choice([3, 6, 9]),
+        "prefix_cache": choose.random() < 0.7,
+    }
+    requests = [ask(str(i), choose) for i in range(24)]
+    alone = ready(make_engine())
+    wanted: dict[str, Result] = {}
+    for each in requests:
+        wanted |= run(alone, each)
+    if seed % 2:  # drawn tokens are often not sure, and what went on from them is taken back
+        monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
+    engine, counted = ahead(make_engine, **config)
+    if seed >= 2:  # steps that wait stand among those that do not
+        monkeypatch.setattr(engine._speculation, "costs", replace(GPU, max_rows=48))
+        monkeypatch.setattr(engine._speculation, "waits", lambda step: choose.random() < 0.3)
+    game = Game(engine, requests, choose)
+    assert counted.counts["unread"] + counted.counts["same"] > 0
+    assert engine.stats().drafts["forced"].accepted > 40
+    for name, result in wanted.items():
+        got = game.got.get(name, [])
+        if game.reasons[name] == FinishReason.CANCELLED:
+            assert name.split("/")[0] in game.cancelled
+            assert got == result.token_ids[: len(got)]
+        else:
+            assert got == result.token_ids, name
+            assert game.reasons[name] == result.finish_reason
+
+
+def test_a_forced_text_behind_a_wrong_token_is_taken_back(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before drew a token that is not sure; the pages of the drafts are given back."""
+    others = [
+        request(str(i), prompt(i, 8 + i), max_tokens=20, regex="forced at once: [ab]{9}")
+        for i in range(8)
+    ]
+    drawn = [
+        request("drawn", prompt(9, 5), max_tokens=30, temperature=1.5, top_p=0.97, seed=seed)
+        for seed in range(6)
+    ]
+    engine = ready(make_engine())
+    plain = [run(engine, each, *others) for each in drawn]
+    monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
+    dropped: list[int] = []
+    for each, wanted in zip(drawn, plain, strict=True):
+        engine, _ = ahead(make_engine, max_running=9)
+        run(engine, *others)  # so that no grammar has to be compiled when the drawn one begins
+        drop = engine._speculation.drop
+
+        def noted(step: Any, drop: Any = drop) -> None:
+            dropped.append(sum(len(row.drafts) for row in step.rows))
+            drop(step)
+
+        monkeypatch.setattr(engine._speculation, "drop", noted)
+        got = run(engine, each, *others, check=True)
+        for name, expected in wanted.items():
+            same(got[name], expected)
+            last = got[name].last
+            assert last is not None
+            assert last.num_rejected_drafts == 0 or name == "drawn"
+    assert max(dropped) > 0, "no step with drafts was taken back"
+
+
+@pytest.mark.parametrize("adapter", [None, "all-4"])
+def test_forced_text_runs_ahead_on_the_gpu_runner(
+    make_engine: MakeEngine, adapter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of a decode graph, launched before the tokens of the step before are read."""
+    requests = [
+        request("greedy", prompt(1, 6), adapter=adapter, json_schema=SCHEMA, max_tokens=12),
+        request("drawn", prompt(2, 9), json_schema=SCHEMA, max_tokens=8, temperature=1.0, seed=2),
+        request("free", prompt(3, 4), adapter=adapter, max_tokens=6),
+    ]
+    wanted = run(ready(make_engine()), *requests)
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    config = {"device": device, "dtype": "float32", "use_triton": True, "max_running": 4}
+    engine = ready(make_engine(speculation=True, **config))
+    engine._speculation.costs = replace(engine._speculation.costs, max_requests=0)
+    launched_over: list[bool] = []
+    schedule = Steps._schedule
+
+    def noted(self: Engine, previous: Any, now: float) -> Any:
+        step = schedule(self, previous, now)
+        if step.rows:  # else an adapter or a grammar is not there yet
+            launched_over.append(previous is not None)
+        return step
+
+    monkeypatch.setattr(Steps, "_schedule", noted)
+    got = run(engine, *requests, check=True)
+    for name, expected in wanted.items():
+        same(got[name], expected)
+    assert accepted(got) > 8
+    assert launched_over.count(False) <= 2 < launched_over.count(True)
