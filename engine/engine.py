@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
-from engine.adapters.files import AdapterReader, DigestOf
-from engine.adapters.host_memory import HostMemory
-from engine.adapters.loader import LoadLimits
-from engine.adapters.store import AdapterStore
+from engine.adapters.files import DigestOf
 from engine.config import EngineConfig
 from engine.drafts.heads import HeadDrafts
 from engine.drafts.speculation import MAX_DRAFTS, Speculation
 from engine.errors import RequestError
+from engine.execution.adapter_store import make_store
 from engine.execution.batch import BatchBuilder
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lending import Lending
@@ -83,7 +81,9 @@ class Engine:
         max_kv, max_adapter = config.page_limits(model, num_pages := self._runner.arena.shape[0])
         self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
-        self._store = self._make_store(config, digest_of)
+        self._store = make_store(
+            config, self._runner, model, self._pool, self._prefixes, clock, digest_of
+        )
         most = int(config.pin_share * num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
         self._scheduler = Scheduler(
@@ -137,25 +137,6 @@ class Engine:
     def _make_speculation(self, config: EngineConfig) -> Speculation:
         heads, limit = HeadDrafts(self._runner.draft_heads, self._store.tiles), self._context_limit
         return Speculation(config, self._scheduler.tables, self._grammars, limit, heads)
-
-    def _make_store(self, config: EngineConfig, digest_of: DigestOf | None) -> AdapterStore:
-        model, runner = self.model, self._runner
-        layout, has_heads = config.page_layout(model), runner.draft_heads is not None
-        return AdapterStore(
-            reader=AdapterReader(model, layout, runner.base, digest_of, has_heads),
-            pool=self._pool,
-            prefixes=self._prefixes,
-            arena=runner.arena,
-            host=HostMemory(runner.arena, config.host_cache_bytes),
-            costs=config.reload_costs(model),
-            limits=LoadLimits(
-                num_threads=config.loader_threads,
-                max_prefetch=config.max_prefetch,
-                timeout_s=config.load_timeout_s,
-                max_pinned=int(config.adapter_pin_share * runner.arena.shape[0]),
-            ),
-            clock=self._clock,
-        )
 
     # Adapters
 
