@@ -12,9 +12,12 @@ per emitted token and client: of everything, divided by the tokens of one client
     masks    rows with a schema each, and the same rows without: `share` is what the masks add
     forced   JSON, some of whose tokens its schema forces; no other drafts are right
     planted  free text; of each step's drafts the first two are taken to be right
+    heads    the same, but drafts are the guesses of the adapter's two random heads
     zero     free text at a high temperature, of which no draft is right
 
-Writes each finished case at once and exits with 1 if a bar is missed.
+Behind the rounds each case runs once more with drafts for its `profile`: ms per step of the host's
+stages (`bench.stages`) and of the device's passes, and rows of a step. Writes each finished case at
+once and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -33,11 +37,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.device import provenance, write_whole
 from bench.engine import Bench
+from bench.stages import Stages
 from bench.workload import random_prompts
+from contract.draft_heads import head_names
 from engine import AdapterPart, Request, SamplingParams
+from engine.drafts.heads import HEADS as HEAD_KINDS
 from engine.drafts.profile import Kind, Source
 from engine.drafts.proposer import Proposal
 from engine.execution import runner
@@ -49,6 +57,8 @@ from engine.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results" / "drafts-h200.json"
 PROMPT_TOKENS, NEW_TOKENS = 32, 160
+NUM_HEADS, HEAD_RANK = 2, 64
+TENSORS = "adapter_model.safetensors"
 _LETTERS = 12  # of one value: about five tokens of the random model
 
 
@@ -102,6 +112,8 @@ CASES = (
     Case(kind="planted", batch=1, adapters=1, max_ms=2.2),
     Case(kind="planted", batch=16, adapters=16),
     Case(kind="planted", batch=64, adapters=64, max_ms=4.3),
+    Case(kind="heads", batch=1, adapters=1, max_ms=2.2),
+    Case(kind="heads", batch=8, adapters=8),
     Case(kind="zero", batch=1, adapters=1, min_ratio=0.98),
     Case(kind="zero", batch=16, adapters=16, min_ratio=0.98),
     Case(kind="zero", batch=64, adapters=64, min_ratio=0.98),
@@ -152,11 +164,14 @@ class DraftsBench:
         )
         self.engine, self.device = self._bench.engine, device
         self.engine.prepare_grammars().result()
+        self._headed: set[str] = set()
 
     def run(self, case: Case, on: bool, *, has_schema: bool, sampling: SamplingParams) -> Found:
         """Run a case's requests once; the same ones every time."""
         self.engine._speculation._is_on = on
         digests = self._bench.adapters((16,), case.adapters)
+        if case.kind == "heads":
+            digests = [self._with_heads(digest) for digest in digests]
         prompts = random_prompts(case.batch, PROMPT_TOKENS, self.engine.model.vocab_size)
         for i, prompt in enumerate(prompts):
             own = (AdapterPart(digest=digests[i * len(digests) // case.batch]),) if digests else ()
@@ -189,6 +204,26 @@ class DraftsBench:
             torch.cuda.synchronize()
         return Found(time.perf_counter() - started, tokens, accepted, rejected)
 
+    def _with_heads(self, digest: str) -> str:
+        """Return the digest of the same adapter with random draft heads, registered once."""
+        own = f"{digest}-heads"
+        if own not in self._headed:
+            seed = len(self._headed)
+            source = self._bench._adapter_folder(16, seed)
+            folder = self._bench._folder / own
+            shutil.copytree(source, folder)
+            tensors = load_file(folder / TENSORS)
+            like, hidden = next(iter(tensors.values())), self.engine.model.hidden_size
+            for names in map(head_names, range(NUM_HEADS)):
+                for name, shape in zip(
+                    names, ((HEAD_RANK, hidden), (hidden, HEAD_RANK)), strict=True
+                ):
+                    tensors[name] = torch.randn(shape).to(like.dtype) * 0.02
+            save_file(tensors, folder / TENSORS)
+            self.engine.register_adapter(own, folder)
+            self._headed.add(own)
+        return own
+
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
         """Return a case as the result file has it; the first of the rounds warms up."""
         is_masks = case.kind == "masks"
@@ -202,7 +237,7 @@ class DraftsBench:
                 False: (False, case.kind == "forced")}  # fmt: skip
         times: dict[bool, list[float]] = {True: [], False: []}
         found: dict[bool, Found] = {}
-        plants = planted() if case.kind == "planted" else contextlib.nullcontext()
+        plants = contextlib.nullcontext() if case.kind not in PLANTS else planted(case.kind)
         with plants:
             for repeat in range(rounds + 1):
                 for way, (on, has_schema) in ways.items():
@@ -210,6 +245,10 @@ class DraftsBench:
                     if repeat:
                         client = found[way].num_tokens / case.batch
                         times[way].append(1000 * found[way].seconds / client)
+            on, has_schema = ways[True]
+            with Stages() as stages:
+                self.run(case, on, has_schema=has_schema, sampling=sampling)
+                profile = stages.summary()
         own, off = statistics.median(times[True]), statistics.median(times[False])
         count, accepted = found[True].num_tokens, found[True].accepted.total()
         result: dict[str, Any] = {
@@ -223,9 +262,10 @@ class DraftsBench:
             "acceptance": {
                 "masks": "no drafts; off is the same without schemas",
                 "forced": "forced by the schema: real",
-                "planted": "two drafts of each step are taken to be right",
+                **PLANTS,
                 "zero": "none",
             }[case.kind],
+            "profile": profile,
         }
         if is_masks:
             result["share"] = round(own / off - 1, 4)
@@ -237,19 +277,30 @@ class DraftsBench:
         return result
 
 
+PLANTS = {
+    "planted": "two drafts of each step are taken to be right",
+    "heads": "the two guesses of random heads are taken to be right",
+}
+
+
 @contextlib.contextmanager
-def planted() -> Iterator[None]:
+def planted(kind: str) -> Iterator[None]:
     """Draft two tokens in each step, and take them for right whatever was chosen.
 
-    The passes, their rows and the choice of their tokens are as with real drafts.
+    The passes, their rows and the choice of their tokens are as with real drafts; with the kind
+    "heads" the guesses are computed, too.
     """
 
     drafted: dict[Sequence, dict[int, int]] = {}  # by place in the sequence
 
     def propose(sequence: Sequence, _: Any, most: int, *__: Any) -> Proposal:
         proposal = Proposal(sequence.drafting.profile, sequence.num_tokens)
-        proposal.tokens += [100 + sequence.num_tokens % 1000, 7][:most]
-        proposal.kinds += [Kind(Source.LOOKUP, 3)] * len(proposal.tokens)
+        if kind == "heads":
+            proposal.tokens += sequence.drafting.heads.guesses[:most]
+            proposal.kinds += HEAD_KINDS[: len(proposal.tokens)]
+        else:
+            proposal.tokens += [100 + sequence.num_tokens % 1000, 7][:most]
+            proposal.kinds += [Kind(Source.LOOKUP, 3)] * len(proposal.tokens)
         drafted[sequence] = dict(enumerate(proposal.tokens, sequence.num_tokens))
         return proposal
 

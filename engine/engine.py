@@ -79,11 +79,9 @@ class Engine:
         self._runner = runner = ModelRunner(config, model, weights)
         self._in_flight: InFlightStep | None = None
         max_kv, max_adapter = config.page_limits(model, num_pages := runner.arena.shape[0])
-        self._pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
+        self._pool = pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
         self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
-        self._store = make_store(
-            config, runner, model, self._pool, self._prefixes, clock, digest_of
-        )
+        self._store = make_store(config, runner, model, pool, self._prefixes, clock, digest_of)
         most = int(config.pin_share * num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
         self._scheduler = Scheduler(
