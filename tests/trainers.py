@@ -110,3 +110,13 @@ def start_trainer(
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def warm_python(folder: Path) -> Path:
+    """Make a program that runs what Python would, as a fork of what has imported it."""
+    python = folder / "python"
+    client = ROOT / "tests" / "warm_client.py"
+    command = f'"{sys.executable}" -S "{client}" {warm_trainers.address}'
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    python.chmod(0o755)
+    return python

@@ -107,6 +107,12 @@ class WarmStart:
                 start_new_session=True,
             )
 
+    @property
+    def address(self) -> str:
+        """Of the socket, which answers."""
+        self._connect().close()
+        return self._address
+
     def popen(self, argv: Sequence[str], env: Mapping[str, str], *streams: int) -> WarmProcess:
         """Run `python ARGV` in a session of its own.
 
@@ -178,6 +184,9 @@ def _serve(listener: socket.socket) -> list[str] | None:
             return None
         connection, _ = listener.accept()
         header, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+        if not header:  # it was asked whether it answers
+            connection.close()
+            continue
         if os.fork() == 0:
             listener.close()
             return _keep(connection, int.from_bytes(header, "big"), descriptors)
@@ -202,6 +211,7 @@ def _keep(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> 
             os.close(descriptor)
         connection.sendall(b"%d\n" % pid)
         os.close(begin_write)
+        _kill_with_its_owner(pid, connection)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(OSError):
             connection.sendall(b"%d\n" % status)
@@ -220,6 +230,16 @@ def _keep(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> 
     os.environ.update(asked["env"])
     argv: list[str] = asked["argv"]
     return argv
+
+
+def _kill_with_its_owner(pid: int, connection: socket.socket) -> None:
+    """Return when the process has ended; kill it when who asked for it has."""
+    ended = os.pidfd_open(pid)
+    while ended not in select.select([ended, connection], [], [])[0]:
+        if not connection.recv(1):
+            os.kill(pid, signal.SIGKILL)
+            break
+    os.close(ended)
 
 
 def _run(argv: list[str]) -> None:

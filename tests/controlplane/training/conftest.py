@@ -14,11 +14,12 @@ import pytest
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services, trainer
+from controlplane.training import batch_child, reports, services, trainer
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
 from tests.controlplane.training import quick_trainer
 from tests.tiny_base import TINY_NAME, TINY_REVISION, write_tiny_base
+from tests.trainers import warm_python
 
 ROWS = b"".join(
     json.dumps(
@@ -43,10 +44,27 @@ def base_models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def use_python(python: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run this program where code of ours starts a trainer with its own Python."""
+    for module in (batch_child, reports, trainer):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(python)))
+
+
+@pytest.fixture(scope="session")
+def warm_trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_python(tmp_path_factory.mktemp("python"))
+
+
 @pytest.fixture
 def tiny_base(
-    db: None, base_models_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+    db: None,
+    base_models_dir: Path,
+    warm_trainer: Path,
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> BaseModel:
+    """Its trainers have imported already what takes five seconds, but for `real_trainer`."""
+    use_python(warm_trainer, monkeypatch)
     settings.BASE_MODEL_DIR = base_models_dir
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings.TRAINER_ENVIRONMENT = settings.TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
@@ -76,13 +94,24 @@ def use_quick_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{quick_trainer.__file__}" "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setattr(trainer, "sys", SimpleNamespace(executable=str(python)))
+    use_python(python, monkeypatch)
+
+
+@pytest.fixture
+def real_trainer(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers start as they do for users."""
+    use_python(sys.executable, monkeypatch)
 
 
 @pytest.fixture(params=["quick", pytest.param("real", marks=pytest.mark.long)])
 def any_trainer(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tiny_base: BaseModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For what happens around a trainer: a child that takes no seconds to start, then the real."""
     if request.param == "quick":
         use_quick_trainer(tmp_path, monkeypatch)
+    else:
+        use_python(sys.executable, monkeypatch)

@@ -205,6 +205,7 @@ def check_that_it_has_no_secret(environ: bytes) -> None:
     assert not any(os.environ[name].encode() in environ for name in secrets)
 
 
+@pytest.mark.usefixtures("real_trainer")
 def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -> None:
     """Meanwhile the trainer has no secret of ours."""
     thread = background(endless, lambda: execution.training_run_execute(endless.pk))
