@@ -239,7 +239,9 @@ class Row:
     @property
     def samples(self) -> bool:
         """Whether the step computes the sequence's last token, so that a new one follows."""
-        return self.num_known == self.sequence.num_uncomputed
+        sequence = self.sequence  # asked several times of every row in a step, so without helpers
+        num_known = self.num_tokens - len(self.drafts)
+        return num_known == len(sequence.token_ids) - sequence.num_computed
 
     @property
     def scored(self) -> range:

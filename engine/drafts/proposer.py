@@ -12,7 +12,8 @@ from engine.drafts.answers import AnswerMemory
 from engine.drafts.heads import HEADS, HeadState
 from engine.drafts.lookup import Copying, LookupIndex
 from engine.drafts.profile import Kind, Place, Profile, Source
-from engine.sampling.grammar import Matcher, Walk
+from engine.sampling.grammar import Matcher
+from engine.sampling.walk import Walk
 from engine.sequence import Sequence
 
 _FORCED, _CHOICE = Kind(Source.FORCED), Kind(Source.CHOICE)

@@ -94,7 +94,7 @@ class MixedGraphs:
         """Whether such a step has a graph."""
         return (
             batch.token_ids.shape[0] <= self._sizes[-1]
-            and len(batch.lengths) <= self._max_rows
+            and max(len(batch.lengths), len(batch.sample_rows)) <= self._max_rows
             and batch.page_tables.shape[1] <= self._page_tables.shape[1]
             and int((batch.lengths > 1).sum()) <= MAX_PROMPTS
             and self._lora.fits(batch.lora)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.engine.conftest import SMALL, MakeEngine, Result, load_base, prompt, 
 
 HIDDEN, RANK, NUM_HEADS = 64, 24, 3
 TENSORS = "adapter_model.safetensors"
+DEVICE = pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"
 
 
 def with_heads(source: Path, target: Path, heads: dict[str, torch.Tensor]) -> Path:
@@ -206,14 +206,16 @@ def test_heads_compute_what_is_documented(
     assert sequence.drafting.heads.guesses == expected
 
 
-def test_heads_draft_on_the_gpu_runner(make_headed: MakeEngine, tiny_model: Path) -> None:
+@pytest.mark.parametrize("device", [DEVICE])
+def test_heads_draft_on_the_gpu_runner(
+    make_headed: MakeEngine, tiny_model: Path, device: str
+) -> None:
     """They read what the graph's last matrix read; one request uses an adapter without heads."""
     requests = [
         request("a", prompt(1, 9), adapter="all-4+heads", max_tokens=12),
         request("b", prompt(2, 5), adapter="qv-16", max_tokens=9),
     ]
     plain = run(make_headed(), *requests)
-    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
     config = {"device": device, "dtype": "float32", "use_triton": True, "max_running": 3}
     engine = make_headed(speculation=True, **config)
     heads: Any = engine._speculation._heads
