@@ -227,7 +227,7 @@ class BatchChild:
             with theirs:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=stderr,
                     env=self._environment,

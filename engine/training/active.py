@@ -35,8 +35,9 @@ class ActiveRun:
         self.step, self.tokens = step, tokens
         self._budget = budget
         self._order = RowOrder(request.settings, request.rows.lengths)
-        held_out = request.held_out
-        self.validation = held_out and Validation(held_out, request.settings.steps, budget)
+        self.validation: Validation | None = None
+        if request.held_out is not None:
+            self.validation = Validation(request.held_out, request.settings.steps, budget)
         self._plan_step()
 
     @property

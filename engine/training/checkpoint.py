@@ -19,7 +19,7 @@ from engine.model.config import ModelConfig
 from engine.training.active import ActiveRun
 from engine.training.errors import RunRefused
 from engine.training.parameters import AdapterLayout, Span, copy_in_pieces, to_host
-from engine.training.run import HeldOut, RunRequest, RunRows
+from engine.training.run import RunRequest, RunRows
 from engine.training.validation import Validation
 from kernels.training import Pools
 
@@ -77,8 +77,8 @@ def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None
 
 def _held_out(request: RunRequest) -> list[Any] | None:
     """Names what a run is validated with, and when."""
-    given: HeldOut | None = request.held_out
-    return given and [rows_digest(given.rows), given.every, given.patience]
+    given = request.held_out
+    return None if given is None else [rows_digest(given.rows), given.every, given.patience]
 
 
 def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:

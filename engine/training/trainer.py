@@ -311,8 +311,8 @@ class BatchTrainer:
                 grad_norm=made.grad_norm,
                 tokens=run.tokens,
                 validation_loss=validation_loss,
-                best_step=run.validation and run.validation.best_step,
-                best_loss=run.validation and run.validation.best_loss,
+                best_step=run.validation.best_step if run.validation else None,
+                best_loss=run.validation.best_loss if run.validation else None,
             )
         )
 
@@ -320,7 +320,7 @@ class BatchTrainer:
         """Report a run's end and take its place back."""
         adapter, validation = None, run.validation
         if outcome == "finished":
-            trained = validation and validation.best
+            trained = None if validation is None else validation.best
             if trained is None:
                 trained = to_host(self._pools.master[run.span.elements], self._model.between)
             adapter = run.layout.tensors(trained)
@@ -336,8 +336,8 @@ class BatchTrainer:
                 step=run.step,
                 tokens=run.tokens,
                 adapter=adapter,
-                best_step=validation and validation.best_step,
-                best_loss=validation and validation.best_loss,
+                best_step=validation.best_step if validation else None,
+                best_loss=validation.best_loss if validation else None,
                 error=error,
             )
         )

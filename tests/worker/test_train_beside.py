@@ -188,7 +188,8 @@ def test_a_job_joins_those_that_a_worker_trains(
     worker: Worker, tmp_path: Path, tiny_base: Path
 ) -> None:
     """And one for which the session has too few pages is in the next session."""
-    wanted, jobs = ({}, {})
+    wanted: dict[str, Path] = {}
+    jobs: dict[str, Path] = {}
     for made, name in ((wanted, "here"), (jobs, "there")):
         made["first"] = write(tmp_path / name / "first", tiny_base, max_steps=12, rank=1)
         made["second"] = write(tmp_path / name / "second", tiny_base, max_steps=3, rank=1)

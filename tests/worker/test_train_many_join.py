@@ -204,7 +204,7 @@ def test_the_process_holds_what_a_job_came_with_until_it_has_ended(
         subprocess.Popen(
             [sys.executable, "-m", "worker.train_many", *command],
             cwd=ROOT,
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -216,7 +216,8 @@ class BatchTraining:
         if isinstance(event, RunStarted):
             run.began = run.saved_at = self._step_began
             run.first_step, run.first_tokens = event.step, event.tokens
-            fields = {**run.prepared.started, "trainable_parameters": event.num_parameters}
+            fields: dict[str, Any] = {**run.prepared.started}
+            fields["trainable_parameters"] = event.num_parameters
             if event.step:
                 fields["resumed_step"] = event.step
                 if run.validated:

@@ -48,7 +48,7 @@ TICK_S = execution.TICK_S
 def together(settings: Any, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.TRAIN_BATCH = 4
     monkeypatch.setattr(execution, "TICK_S", 0.05)
-    monkeypatch.setattr(batch, "JOIN_S", 0.05)
+    monkeypatch.setattr(batch, "JOIN_S", 0.5)
 
 
 def make_run(party: Party, rows: bytes = ROWS, **hyperparameters: Any) -> TrainingRun:
