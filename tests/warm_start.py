@@ -35,6 +35,8 @@ LATER = ("asgi", "beat", "celery", "serve", "settings", "urls")
 MODULES = ("controlplane.serve", "tests.live_adapter", "tests.live_seed", "tests.live_warmth")
 #: Programs that train, which tests start by `-m`.
 TRAINERS = ("worker.train", "worker.train_many")
+#: The worker with an echoing engine. The real one starts as it does for users.
+WORKER = "tests.fake_worker"
 SETTINGS = "DJANGO_SETTINGS_MODULE"
 #: What torch and transformers read when they are imported begins so.
 _READ_EARLY = ("OMP_", "TORCH", "PYTORCH", "CUDA", "TRITON", "HF_", "TRANSFORMERS", "TOKENIZERS")
@@ -85,7 +87,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """Starts processes of a kind, "controlplane" or "trainer", from one that forks."""
+    """Starts processes of a kind in KINDS from one that forks."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -152,6 +154,7 @@ class WarmStart:
 
 
 warm_start = WarmStart("controlplane")
+warm_workers = WarmStart("worker")
 warm_trainers = WarmStart("trainer")
 
 
@@ -267,6 +270,11 @@ def _import_controlplane() -> None:
             importlib.import_module(".".join(parts))
 
 
+def _import_workers() -> None:
+    for name in ("worker.serving.service", "worker.engine_process.process", "tests.fakes"):
+        importlib.import_module(name)
+
+
 def _import_trainers() -> None:
     """What a training of the tests' tiny models imports, also late."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # imported already
@@ -297,10 +305,17 @@ def forget_settings() -> None:
         handler.__dict__.pop("settings", None)
 
 
+KINDS = {
+    "controlplane": _import_controlplane,
+    "worker": _import_workers,
+    "trainer": _import_trainers,
+}
+
+
 def main() -> None:
     address, kind = sys.argv[1:]
     gc.disable()
-    (_import_trainers if kind == "trainer" else _import_controlplane)()
+    KINDS[kind]()
     gc.collect()
     gc.freeze()
     gc.enable()
