@@ -48,7 +48,7 @@ if HAS_SERVERS:
     from demo.processes import recorded_process, stop_leftover, write_pid_file
     from demo.stack import EmbeddedStack
     from tests.live import live  # noqa: F401  (a fixture)
-    from tests.warm_start import forget_settings, warm_start, warm_trainers
+    from tests.warm_start import forget_settings, warm_start, warm_trainers, warm_workers
 
     def _remove_leftovers() -> None:
         """What a killed session left: one folder per session."""
@@ -147,8 +147,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     number = session.config.getoption("--num-lanes")
     if HAS_SERVERS and any(item.get_closest_marker("slow") for item in session.items):
-        warm_start.begin()
-        warm_trainers.begin()
+        for warm in (warm_start, warm_workers, warm_trainers):
+            warm.begin()
     worst = forked_lanes.fork_lanes(session.config, folder, number)
     if worst is None:
         if HAS_SERVERS:

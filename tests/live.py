@@ -30,7 +30,7 @@ from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.database import migrated_database, operator_url
 from tests.fakes import write_fake_base
-from tests.warm_start import WarmProcess, can_be_warm, warm_start
+from tests.warm_start import WORKER, WarmProcess, can_be_warm, warm_start, warm_workers
 
 ROOT = Path(__file__).parent.parent
 POOL = "live"
@@ -57,6 +57,8 @@ def started(
     """A child in its own session."""
     if can_be_warm(argv, env):
         return warm_start.popen(argv, env, output.fileno(), output.fileno())
+    if argv[:2] == ["-m", WORKER]:
+        return warm_workers.popen(argv, env, output.fileno(), output.fileno())
     return subprocess.Popen(
         [sys.executable, *argv],
         env=env,
@@ -227,7 +229,7 @@ class LiveStack:
         argv = (
             ["-m", "worker"]
             if step_s is None
-            else ["-m", "tests.fake_worker", str(step_s), str(load_s), str(max_running)]
+            else ["-m", WORKER, str(step_s), str(load_s), str(max_running)]
         )
         process = self.start(
             worker_id,

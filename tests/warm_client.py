@@ -16,7 +16,8 @@ def main() -> None:
     address, *argv = sys.argv[1:]
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    request = json.dumps({"argv": argv, "env": dict(os.environ)}).encode()
+    asked = {"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}
+    request = json.dumps(asked).encode()
     socket.send_fds(connection, [len(request).to_bytes(4, "big")], [1, 2, 0])
     connection.sendall(request)
     answers = connection.makefile("r")

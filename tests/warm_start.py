@@ -35,6 +35,8 @@ LATER = ("asgi", "beat", "celery", "serve", "settings", "urls")
 MODULES = ("controlplane.serve", "tests.live_adapter", "tests.live_seed", "tests.live_warmth")
 #: Programs that train, which tests start by `-m`.
 TRAINERS = ("worker.train", "worker.train_many")
+#: The worker with an echoing engine. The real one starts as it does for users.
+WORKER = "tests.fake_worker"
 SETTINGS = "DJANGO_SETTINGS_MODULE"
 #: What torch and transformers read when they are imported begins so.
 _READ_EARLY = ("OMP_", "TORCH", "PYTORCH", "CUDA", "TRITON", "HF_", "TRANSFORMERS", "TOKENIZERS")
@@ -85,7 +87,7 @@ class WarmProcess:
 
 
 class WarmStart:
-    """Starts processes of a kind, "controlplane" or "trainer", from one that forks."""
+    """Starts processes of a kind in KINDS from one that forks."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -113,23 +115,48 @@ class WarmStart:
         self._connect().close()
         return self._address
 
-    def popen(self, argv: Sequence[str], env: Mapping[str, str], *streams: int) -> WarmProcess:
+    def popen(
+        self, argv: Sequence[str], env: Mapping[str, str], *streams: int, cwd: Path = ROOT
+    ) -> WarmProcess:
         """Run `python ARGV` in a session of its own.
 
         streams  its standard output, error and, unless it has none, input
         """
         connection = self._connect()
-        request = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
+        asked = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
+        request = json.dumps(asked).encode()
         header = len(request).to_bytes(4, "big")
         socket.send_fds(connection, [header], list(streams))
         connection.sendall(request)
         return WarmProcess(connection)
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
-        """Run `python ARGV` to its end; return the exit status and what it wrote."""
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            process = self.popen(argv, env, stdout.fileno(), stderr.fileno())
-            status = process.wait()
+    def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: str = "",
+        cwd: Path = ROOT,
+        timeout_s: float | None = None,
+    ) -> tuple[int, str, str]:
+        """Run `python ARGV` to its end; return the exit status and what it wrote.
+
+        Raises subprocess.TimeoutExpired, and kills it then.
+        """
+        with (
+            tempfile.TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stderr,
+            tempfile.TemporaryFile() as given,
+        ):
+            given.write(stdin.encode())
+            given.seek(0)
+            streams = (stdout.fileno(), stderr.fileno(), given.fileno())
+            process = self.popen(argv, env, *streams, cwd=cwd)
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
             texts = []
             for file in (stdout, stderr):
                 file.seek(0)
@@ -152,7 +179,9 @@ class WarmStart:
 
 
 warm_start = WarmStart("controlplane")
+warm_workers = WarmStart("worker")
 warm_trainers = WarmStart("trainer")
+warm_commands = WarmStart("cli")
 
 
 def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -228,6 +257,7 @@ def _keep(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> 
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
     argv: list[str] = asked["argv"]
     return argv
 
@@ -267,6 +297,11 @@ def _import_controlplane() -> None:
             importlib.import_module(".".join(parts))
 
 
+def _import_workers() -> None:
+    for name in ("worker.serving.service", "worker.engine_process.process", "tests.fakes"):
+        importlib.import_module(name)
+
+
 def _import_trainers() -> None:
     """What a training of the tests' tiny models imports, also late."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # imported already
@@ -297,10 +332,29 @@ def forget_settings() -> None:
         handler.__dict__.pop("settings", None)
 
 
+def _import_cli() -> None:
+    """What the command line imports, but nothing of its own: it looks at its terminal then."""
+    sys.path.insert(0, str(ROOT / "cli"))
+    for path in sorted((ROOT / "cli" / "lorikeet_cli").rglob("*.py")):
+        parts = path.relative_to(ROOT / "cli").with_suffix("").parts
+        if parts[-1] != "__main__":
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lorikeet_cli"]:
+        del sys.modules[name]
+
+
+KINDS = {
+    "cli": _import_cli,
+    "controlplane": _import_controlplane,
+    "worker": _import_workers,
+    "trainer": _import_trainers,
+}
+
+
 def main() -> None:
     address, kind = sys.argv[1:]
     gc.disable()
-    (_import_trainers if kind == "trainer" else _import_controlplane)()
+    KINDS[kind]()
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.warm_start import warm_commands
+
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = (sys.executable, "-m", "lorikeet_cli")
 TIMEOUT_S = 120
@@ -42,7 +44,17 @@ class Cli:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, *argv: str, stdin: str = "", **env: str) -> Done:
-        return self._run([*COMMAND, *argv], stdin, env)
+        """A command, as a fork of a process that has imported what it imports.
+
+        With a path of modules of its own, in a terminal, by `start` and in the documentation's
+        examples it starts as it does for users.
+        """
+        if "PYTHONPATH" in env:
+            return self._run([*COMMAND, *argv], stdin, env)
+        command = [*COMMAND[1:], *argv]
+        own = self.environment(**env)
+        said = warm_commands.run(command, own, stdin=stdin, cwd=self.home, timeout_s=TIMEOUT_S)
+        return Done(*said)
 
     def run_python(self, code: str, **env: str) -> Done:
         """A piece of code in place of the command."""
