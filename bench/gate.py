@@ -37,6 +37,7 @@ from bench.gate_rows import BAD, KINDS, Message, Row  # noqa: E402
 from bench.machine import environment  # noqa: E402
 from contract import chat_rows  # noqa: E402
 from controlplane.evaluations import checks, leakage  # noqa: E402
+from controlplane.evaluations.asking import turn_end  # noqa: E402
 from controlplane.evaluations.comparison import Changed, pair_of  # noqa: E402
 from controlplane.evaluations.decision import (  # noqa: E402
     Decision,
@@ -56,7 +57,7 @@ RESULTS = Path(__file__).parent / "results" / "gate-cpu.json"
 NUM_CASES = 400
 #: Rows of the live version, and those that came since.
 NUM_ROWS, NUM_NEW = 1500, 150
-HYPERPARAMETERS = {"rank": 16, "epochs": 2, "batch_size": 48, "learning_rate": 0.01}
+HYPERPARAMETERS = {"rank": 16, "epochs": 3, "batch_size": 32, "learning_rate": 0.01}
 MAX_TOKENS = 8
 CHECKS = ({"type": "exact"}, {"type": "similarity"})
 MOST_PROMOTED, MOST_HELD = 0.01, 0.05
@@ -150,8 +151,14 @@ class Suite:
                 raise RuntimeError(f"{name} did not answer: {answer.error or score.error}")
             # The first token of a prompt has no log-probability.
             expected = score.prompt_logprobs[len(prompt) - 1 :]
-            found.append(_result(case, answer.text, [token.logprob for token in expected]))
+            end = turn_end([self._told(token.token_id) for token in expected])
+            found.append(_result(case, answer.text, [token.logprob for token in expected[:end]]))
         return found
+
+    def _told(self, token_id: int) -> dict[str, Any]:
+        """Return a token as the worker tells it."""
+        piece = self._codec.pieces.of(token_id, is_first=False)
+        return {"token": piece.text, "bytes": piece.bytes}
 
     def close(self) -> None:
         self._engine.close()
