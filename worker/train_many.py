@@ -252,6 +252,9 @@ def _alone(job: TrainJob) -> str | None:
             job.dataset.stat().st_size > _MAX_ROWS_BYTES
         ),
         "checkpoints: the batch keeps no adapters on the way": job.hyperparameters.checkpoints > 0,
+        "quantization: the batch's base has all its bits": (
+            job.hyperparameters.quantization is not None
+        ),
         "warm_start: the batch begins from PEFT's initial adapter": job.warm_start is not None,
     }
     return next((reason for reason, is_so in lacks.items() if is_so), None)
