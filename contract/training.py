@@ -37,6 +37,8 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "checkpoints": (True, 0, 10),
     "gradient_accumulation": (True, 1, 256),
 }
+#: How a base may be stored while an adapter is trained over it: NF4 is QLoRA's four bits.
+QUANTIZATIONS = ("nf4",)
 _MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
 _YES_OR_NO = ("truncate", "packing", "gradient_checkpointing")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
@@ -77,7 +79,7 @@ class Hyperparameters:
     packing: bool = False  # short rows share a sequence of max_length, and do not see each other
     gradient_accumulation: int = 1  # batches of a step
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
-    quantization: str | None = None  # of the base; none is offered
+    quantization: str | None = None  # of the base while it trains; one of QUANTIZATIONS
 
     def __post_init__(self) -> None:
         for name in BOUNDS:
@@ -87,12 +89,9 @@ class Hyperparameters:
         for name in _YES_OR_NO:
             if type(getattr(self, name)) is not bool:
                 raise JobError(f"hyperparameters.{name}", "must be true or false")
-        if self.quantization is not None:
-            raise JobError(
-                "hyperparameters.quantization",
-                "is not offered: the trainer has no bitsandbytes, which QLoRA needs. With "
-                "gradient_checkpointing and a smaller batch_size a run takes less memory",
-            )
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = ", ".join(QUANTIZATIONS)
+            raise JobError("hyperparameters.quantization", f"must be one of {known}, or null")
 
     @property
     def rows_per_step(self) -> int:

@@ -316,6 +316,8 @@ def _not_in_the_batch(job: TrainJob) -> str | None:
             return f"{name}: it has more than {_MAX_ROWS_BYTES} bytes"
     if job.hyperparameters.checkpoints > 0:
         return "checkpoints: the batch keeps no adapters on the way"
+    if job.hyperparameters.quantization is not None:
+        return "quantization: the batch's base has all its bits"
     return None
 
 

@@ -2,8 +2,8 @@
 
 The requests go through the fair queue as the tenant's own, after interactive ones; they are limited
 and billed like the playground's, under `ENDPOINT`. Answers are greedy, with a seed. An expected
-answer is scored as it was learned: the chat template's tokens after the prompt, each given all
-before it.
+answer is scored as it is learned: the chat template's tokens after the prompt, up to the one that
+ends the turn, each given all before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from contract.protocol import GenerateJob, Task, TokenEvent
@@ -183,8 +183,20 @@ async def _scored(caller: Caller, case: Case) -> tuple[float | None, int]:
     told = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
     if told is None or len(told) != len(whole):
         raise Unavailable("The worker that answered does not score prompts.")
-    values = [float(entry["logprob"]) for entry in told[first:]]
-    return sum(values), len(values)
+    values = [float(entry["logprob"]) for entry in told[first : turn_end(told)]]
+    return (sum(values), len(values)) if values else (None, 0)
+
+
+def turn_end(told: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of tokens up to the one that ends the turn.
+
+    Templates write blanks after it. No training shows them to a model (`worker.training.row_tokens`
+    leaves them out, too) and no answer has them, so their log-probability is a matter of chance.
+    """
+    end = len(told)
+    while end and told[end - 1]["bytes"] and not told[end - 1]["token"].strip():
+        end -= 1  # a special token, which has no bytes, is no blank
+    return end
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -103,13 +103,17 @@ def paired(before: Evaluation, after: Evaluation) -> list[Changed]:
 
 
 def pair_of(both: Changed, *, is_leaked: bool = False) -> Pair:
-    """Return a case's scores: `after` is the new version, `before` the live one."""
+    """Return a case's scores: `after` is the new version, `before` the live one.
+
+    Sums over different tokens are not compared.
+    """
+    is_same = both.after.num_tokens == both.before.num_tokens
     return Pair(
         slice=both.case.slice,
         score=both.after.score,
         live_score=both.before.score,
-        logprob=_per_token(both.after),
-        live_logprob=_per_token(both.before),
+        logprob=_per_token(both.after) if is_same else None,
+        live_logprob=_per_token(both.before) if is_same else None,
         is_leaked=is_leaked,
     )
 

@@ -81,7 +81,7 @@ def test_expected_answers_are_scored_as_transformers_does(
 
 
 def reference(folder: Path) -> tuple[float, int]:
-    """The log-probability of the answer's tokens, the template's end included."""
+    """The log-probability of the answer's tokens, to the one that ends the turn."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,7 +89,7 @@ def reference(folder: Path) -> tuple[float, int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    whole = tokenizer.encode(f"{prompt}{ANSWER}<|im_end|>\n", add_special_tokens=False)
+    whole = tokenizer.encode(f"{prompt}{ANSWER}<|im_end|>", add_special_tokens=False)
     first = len(tokenizer.encode(prompt, add_special_tokens=False))
     with torch.inference_mode():
         table = model(torch.tensor([whole])).logits[0].log_softmax(-1)

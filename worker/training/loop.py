@@ -33,6 +33,7 @@ from worker.training.chat_data import Examples
 from worker.training.checkpoints import Checkpoints, TrainingStopped
 from worker.training.example_store import IGNORED, TrainingInputs
 from worker.training.kept_adapters import KeptAdapters
+from worker.training.quantization import loading_options
 from worker.training.validation import Validation
 
 Emit = Callable[..., None]
@@ -128,15 +129,19 @@ def final_loss(losses: list[float]) -> float:
 def load_base(job: TrainJob) -> tuple[Any, TextCodec]:
     """Load the job's base model, its tokenizer and its chat template.
 
-    Raises JobError if there is no tokenizer, or if a target module is not a linear layer of the
-    model's decoder layers.
+    Raises JobError if there is no tokenizer, if a target module is not a linear layer of the
+    model's decoder layers, or if the base is to be quantised and cannot be.
     """
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
     limit_gpu_memory(job.gpu_share)
     codec = load_codec(job.base_model_dir)
+    dtype = training_dtype()
     model = AutoModelForCausalLM.from_pretrained(
-        job.base_model_dir, dtype=training_dtype(), local_files_only=True
+        job.base_model_dir,
+        dtype=dtype,
+        local_files_only=True,
+        **loading_options(job.hyperparameters, dtype),
     )
     linears = {
         name.rpartition(".")[2]

@@ -20,6 +20,7 @@ from controlplane.audit.models import AuditEvent
 from controlplane.errors import Unavailable
 from controlplane.evaluations import asking, execution, gate
 from controlplane.evaluations.asking import Asked
+from controlplane.evaluations.comparison import Changed, pair_of
 from controlplane.evaluations.models import Case, Evaluation, GateDecision, Result
 from controlplane.outbox.models import OutboxEvent
 from controlplane.training import services as training
@@ -305,3 +306,11 @@ def test_a_suite_is_made_of_each_nth_row_of_a_dataset(scope: Party) -> None:
     assert made["origin"] == {"kind": "dataset", "dataset": "rows", "every": 4, "offset": 1}
     found = Case.objects.order_by("position").values_list("expected", flat=True)
     assert list(found) == ["a1", "a5", "a9"]
+
+
+def test_sums_over_different_tokens_are_not_compared() -> None:
+    before = Result(score=1.0, logprob=-2.0, num_tokens=4)
+    for num_tokens, logprob in ((4, -0.75), (5, None)):
+        after = Result(score=1.0, logprob=-3.0, num_tokens=num_tokens)
+        pair = pair_of(Changed(case=Case(), before=before, after=after))
+        assert (pair.score, pair.live_score, pair.logprob) == (1.0, 1.0, logprob)
