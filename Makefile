@@ -35,11 +35,14 @@ test-quick: setup
 test-long: setup
 	$(BIN)/python -m pytest -m "long"
 
-# Most of the time goes into compiling kernels, so several processes help where pytest-xdist is.
+# Most of the time goes into compiling kernels, so several processes help where pytest-xdist is. What
+# takes the whole card runs after them, by itself.
 XDIST = $(shell $(PYTHON) -c 'import xdist; print("-n 8")' 2>/dev/null)
+GPU_TESTS = TRITON_INTERPRET=0 $(PYTHON) -m pytest -p no:django tests/kernels tests/engine
 
 test-gpu:
-	TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu -p no:django $(XDIST) tests/kernels tests/engine
+	$(GPU_TESTS) -m "gpu and not alone" $(XDIST)
+	$(GPU_TESTS) -m "gpu and alone"
 
 # Uses the Docker engine that runs, or starts its own as root on Debian.
 test-compose: setup

@@ -155,6 +155,7 @@ def test_it_goes_from_a_card(tiny_model: Path, adapters: dict[str, Path]) -> Non
     check_that_it_goes(tiny_model, adapters["all-4"], device="cuda", use_triton=True)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_card_is_used(tiny_model: Path) -> None:
@@ -169,6 +170,7 @@ def test_the_card_is_used(tiny_model: Path) -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_card_that_is_full_is_refused(tiny_model: Path) -> None:
