@@ -72,9 +72,7 @@ def adapter_of(path: Path) -> Path:
 
 def test_trained_heads_guess_better_than_untrained_ones(trained: tuple[Path, Log]) -> None:
     told = trained[1].of("draft_heads")
-    before, after = (
-        told[-1][f"draft_head_accuracy{name}"] for name in ("_untrained", "")
-    )
+    before, after = (told[-1][f"draft_head_accuracy{name}"] for name in ("_untrained", ""))
     print(before, after, [event["draft_head_loss"] for event in told])
     assert len(before) == len(after) == NUM_HEADS
     assert all(trained > 0.8 > 0.4 > untrained for untrained, trained in zip(before, after))
