@@ -1,7 +1,7 @@
 """Measure what drafts give on this machine's CPU, with the demo's trained adapters.
 
     python -m bench.drafts [--trained FOLDER] [--prompts 8] [--repeats 5] [--out FILE]
-                           [--clock wall|cpu] [--only TEXT]
+                           [--clock wall|cpu] [--only TEXT] [--train-heads]
 
 Every case runs the same greedy requests with drafts off and on, next to each other in each round.
 Acceptance is real: the base is SmolLM2-135M-Instruct, the adapters are those that `make demo`
@@ -11,7 +11,9 @@ an adapter's answers taught it stays, as in a worker. Prints a table and one JSO
 writes bench/results/drafts-cpu.json, and exits with 1 if a bar is missed. `other_answers` counts
 answers that drafts changed: logits of another batch are rounded differently, which tips a token
 only where two are as close as that. `--clock cpu` compares processor time, for a busy machine: with
-OMP_NUM_THREADS=1 it is the time that one core works.
+OMP_NUM_THREADS=1 it is the time that one core works. `--train-heads` first trains the support voice
+with draft heads, as the demo trains it without, into FOLDER/globex-heads; the case "with heads" is
+measured where that is.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,12 +36,15 @@ from bench.cpu import BASE_MODELS
 from bench.machine import environment
 from bench.workload import random_prompts, save_random_adapter
 from demo.ask import INVOICE_SCHEMA
+from demo.data.jobs import HYPERPARAMETERS
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from worker.base_model import packaged_model
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "drafts-cpu.json"
 MAX_TOKENS = 100
+#: The support voice with so many draft heads, in the folder of trained adapters.
+HEADED, NUM_HEADS = "globex-heads", 3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -64,6 +70,7 @@ CASES = (
     Case(name="invoices, schema", adapter="acme", batch=16, has_schema=True),
     Case(name="invoices, free", adapter="acme", batch=1),
     Case(name="support voice", adapter="globex", batch=1),
+    Case(name="support voice with heads", adapter=HEADED, batch=1, at_least=1.3),
     Case(name="zero", adapter="random", batch=1, temperature=10.0, at_least=0.98),
     Case(name="zero", adapter="random", batch=16, temperature=10.0, at_least=0.98),
 )
@@ -113,9 +120,28 @@ class Mode:
         return seconds, tokens, accepted, answers
 
 
+def train_heads(model_dir: Path, target: Path) -> None:
+    """Train the support voice with draft heads, unless it is there."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hyper = HYPERPARAMETERS["globex"] | {"draft_heads": NUM_HEADS}
+    job = {
+        "base_model_dir": str(model_dir),
+        "dataset": str(ROOT / "demo" / "data" / "globex.jsonl"),
+        "output_dir": str(target),
+        "hyperparameters": hyper,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        subprocess.run([sys.executable, "-m", "worker.train", str(path)], check=True, cwd=ROOT)
+
+
 def held_out(tokenizer: Any, tenant: str, count: int) -> list[list[int]]:
     """The prompts that a tenant holds out, as many as asked for."""
-    lines = (ROOT / "demo" / "data" / f"{tenant}.heldout.jsonl").read_text().splitlines()
+    name = tenant.partition("-")[0]
+    lines = (ROOT / "demo" / "data" / f"{name}.heldout.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     return [
         tokenizer.apply_chat_template(
@@ -161,12 +187,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--clock", choices=[*CLOCKS], default="wall")
     parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--train-heads", action="store_true", help="first, where they are not yet")
     args = parser.parse_args()
     result = environment("bench.drafts")
     result["threads"], result["clock"] = torch.get_num_threads(), args.clock
     model_dir = packaged_model(BASE_MODELS)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
-    adapters = {name: args.trained / name for name in ("acme", "globex")}
+    if args.train_heads:
+        train_heads(model_dir, (args.trained / HEADED).resolve())
+    lacking = set() if (args.trained / HEADED).is_dir() else {HEADED}
+    cases = [case for case in CASES if args.only in case.name and case.adapter not in lacking]
+    names = {case.adapter for case in cases} - {"random"}
+    adapters = {name: args.trained / name for name in sorted(names)}
     with tempfile.TemporaryDirectory() as folder:
         plain = Mode(model_dir, adapters, speculation=False, clock=args.clock)
         modes = {
@@ -177,7 +209,7 @@ def main() -> int:
         for mode in modes.values():
             mode.engine.register_adapter("random", path)
         result["cases"] = []
-        for case in (case for case in CASES if args.only in case.name):
+        for case in cases:
             prompts = random_prompts(args.prompts, 64, plain.engine.model.vocab_size)
             if case.adapter != "random":
                 prompts = held_out(tokenizer, case.adapter, args.prompts)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contract.draft_heads import MAX_HEADS
+
 MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
 #: Seconds between two states of a training on the disk, unless its job says otherwise.
@@ -18,7 +20,7 @@ METRICS_FILE = "metrics.json"
 #: Hyperparameters that came after the first release; without them a run trains as it did then.
 LATER = (
     *("checkpoints", "packing", "gradient_accumulation", "gradient_checkpointing"),
-    "quantization",
+    *("quantization", "draft_heads"),
 )
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
@@ -36,6 +38,7 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "patience": (True, 1, 1000),
     "checkpoints": (True, 0, 10),
     "gradient_accumulation": (True, 1, 256),
+    "draft_heads": (True, 0, MAX_HEADS),
 }
 #: How a base may be stored while an adapter is trained over it: NF4 is QLoRA's four bits.
 QUANTIZATIONS = ("nf4",)
@@ -80,6 +83,7 @@ class Hyperparameters:
     gradient_accumulation: int = 1  # batches of a step
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     quantization: str | None = None  # of the base while it trains; one of QUANTIZATIONS
+    draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one
 
     def __post_init__(self) -> None:
         for name in BOUNDS:

@@ -31,6 +31,12 @@ Standard output carries one JSON object per line and nothing else:
      "trained_tokens", "memory_bytes",
      "validation_loss", "best_step", "best_loss"}   the last three, in `done` the last two, when
                                     there are rows to validate
+    {"event": "draft_heads", "draft_head_step", "draft_head_steps", "draft_head_loss",
+     "draft_head_accuracy": […], "draft_head_accuracy_untrained": […], "draft_head_accuracy_on"}
+                                    with `draft_heads`, after the last step: how far they are; the
+                                    last one has their share of right guesses, each head's, on
+                                    "validation" or "training" rows. Each has the fields of the last
+                                    progress, too
     {"event": "done", "output", "final_loss", "trained_tokens", "seconds", "best_step", "best_loss"}
     {"event": "saved", "step"}      its state after that step is on the disk
     {"event": "warning", "message"} what its owner should know; the training goes on
@@ -45,6 +51,7 @@ that is under way.
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import json
 import os
@@ -127,6 +134,7 @@ def train(job: TrainJob, log: EventLog, signals: StopSignals | None = None) -> N
 
     from worker.training.chat_data import load_data
     from worker.training.checkpoints import TrainingStopped
+    from worker.training.draft_heads import save_adapter
     from worker.training.loop import load_base, run_trainer
 
     gc.enable()
@@ -149,7 +157,8 @@ def train(job: TrainJob, log: EventLog, signals: StopSignals | None = None) -> N
         share = "" if job.gpu_share is None else f", of which the run may use {job.gpu_share:g}"
         problem = f"the GPU has not enough memory{share}; a smaller batch_size takes less"
         raise JobError("hyperparameters.batch_size", problem) from error
-    write_adapter(outcome.model.save_pretrained, base_name(job), job.output_dir)
+    save = functools.partial(save_adapter, outcome.model, outcome.heads)
+    write_adapter(save, base_name(job), job.output_dir)
     best: dict[str, Any] = {}
     if outcome.best_loss is not None:
         best = {"best_step": outcome.best_step, "best_loss": round(outcome.best_loss, 4)}

@@ -318,6 +318,8 @@ def _not_in_the_batch(job: TrainJob) -> str | None:
         return "checkpoints: the batch keeps no adapters on the way"
     if job.hyperparameters.quantization is not None:
         return "quantization: the batch's base has all its bits"
+    if job.hyperparameters.draft_heads > 0:
+        return "draft_heads: the batch trains none"
     return None
 
 

@@ -99,6 +99,9 @@ class Told:
                 self._kept["validation_losses"] = list(self._validation.points)
             own = {name: value for name, value in event.items() if name != "event"}
             self.progress = self._kept | own
+        elif kind == "draft_heads":  # after the last step, with the fields of its progress
+            own = {name: value for name, value in event.items() if name != "event"}
+            self.progress = self._kept | own
 
     def keep(self, folder: Path) -> None:
         """Write what was told: the run may be lost between its training and its publication."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from contract.draft_heads import is_head_tensor
 from contract.training import JobError
 from engine.training.parameters import AdapterLayout
 
@@ -22,7 +23,7 @@ def read_warm_start(path: Path, layout: AdapterLayout) -> dict[str, torch.Tensor
     wanted = layout.tensors(torch.empty(layout.size, device="meta"))
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
+            names = {name for name in file.keys() if not is_head_tensor(name)}
             if strange := sorted(names ^ wanted.keys()):
                 raise JobError(_FIELD, f"the adapter has other tensors than this: {strange[0]}")
             for name, tensor in wanted.items():

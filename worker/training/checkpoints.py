@@ -59,6 +59,11 @@ class SavedTraining:
         return {name[len(prefix) :]: tensor for name, tensor in named if name.startswith(prefix)}
 
     @property
+    def is_final(self) -> bool:
+        """Whether it is the LoRA of the result, and what is left are the draft heads."""
+        return bool(self.state.get("is_final"))
+
+    @property
     def is_finite(self) -> bool:
         """Whether all numbers are: else the next loss is NaN."""
         floats = (tensor for tensor in self.tensors.values() if tensor.is_floating_point())
@@ -135,6 +140,31 @@ class Checkpoints(TrainerCallback):
     def stop(self) -> None:
         """End the training after the step that is under way; its state is written."""
         self._is_to_stop = True
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether `stop` was called."""
+        return self._is_to_stop
+
+    def save_final(self, state: Any, model: Any, told: dict[str, Any]) -> None:
+        """Write the LoRA of the result, from which the draft heads are trained again; wait for it.
+
+        told  the last progress, which another process tells again
+        """
+        self.close()
+        self._tell()
+        if self._path is None:
+            return
+        lora = {_ADAPTER + name: value for name, value in get_peft_model_state_dict(model).items()}
+        best, figures = self._validation.taken()
+        kept = {_BEST + name: value for name, value in best.items()}
+        saved = SavedTraining(
+            _copied({**lora, **kept}),
+            {**self._told(state, figures), "is_final": True, "told": told},
+        )
+        self._writing = saved.step, self._writer.submit(saved.write, self._path)
+        self.close()
+        self._tell()
 
     def restore(self, model: Any) -> None:
         """Give the model, the validation and the losses the state that was found."""
@@ -233,18 +263,22 @@ class Checkpoints(TrainerCallback):
             _RANDOM: torch.get_rng_state(),
             _EPOCH_RANDOM: self._epoch_random,
         }
+        rest = {"optimizer": moments["param_groups"], "schedule": schedule.state_dict()}
+        return SavedTraining(_copied(tensors), self._told(state, figures) | rest)
+
+    def _told(self, state: Any, figures: dict[str, Any]) -> dict[str, Any]:
+        """Return what each state says in JSON."""
         told = {name: value for name, value in vars(state).items() if name in _TRAINER_STATE}
-        return SavedTraining(
-            {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},
-            {
-                "job": self._job,
-                "trainer": told,
-                "losses": list(self._losses),
-                "validation": figures,
-                "optimizer": moments["param_groups"],
-                "schedule": schedule.state_dict(),
-            },
-        )
+        return {
+            "job": self._job,
+            "trainer": told,
+            "losses": list(self._losses),
+            "validation": figures,
+        }
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
 #: Of the Trainer's state: the rest follows from its arguments.

@@ -8,7 +8,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
+from contract.draft_heads import is_head_tensor
 from contract.training import Hyperparameters, JobError, TrainJob
 from worker.text.codec import TextCodec
 from worker.training.batches import collate, collate_packed
 from worker.training.chat_data import Examples
 from worker.training.checkpoints import Checkpoints, TrainingStopped
+from worker.training.draft_heads import train_heads
 from worker.training.example_store import IGNORED, TrainingInputs
 from worker.training.kept_adapters import KeptAdapters
 from worker.training.quantization import loading_options
@@ -45,6 +47,7 @@ class Outcome:
 
     final_loss  the mean over the last tenth of the steps
     best_step   of the state with the least loss in validation, `best_loss`
+    heads       the tensors of its draft heads
     """
 
     model: Any
@@ -52,6 +55,7 @@ class Outcome:
     trained_tokens: int
     best_step: int | None = None
     best_loss: float | None = None
+    heads: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def training_dtype() -> torch.dtype:
@@ -174,6 +178,9 @@ class AnswerTrainer(Trainer):
         if found is None:
             self.train()
             return
+        if found.is_final:
+            self.state = TrainerState(**found.state["trainer"])
+            return
         with tempfile.TemporaryDirectory() as folder:
             state = TrainerState(**found.state["trainer"])
             state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
@@ -233,6 +240,7 @@ class Progress(TrainerCallback):
         self._validation = validation
         self._started = 0.0
         self._first_step = self._first_tokens = 0  # what was trained before this process
+        self.told: dict[str, Any] = {}  # of the last step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.monotonic()
@@ -259,18 +267,18 @@ class Progress(TrainerCallback):
         elapsed = time.monotonic() - self._started
         per_step_s = elapsed / (state.global_step - self._first_step)
         trained_tokens = self.trained_tokens(state.epoch)
-        self._emit(
-            "progress",
-            step=state.global_step,
-            steps=state.max_steps,
-            loss=round(loss, 4),
-            learning_rate=logs["learning_rate"],
-            tokens_per_s=round((trained_tokens - self._first_tokens) / elapsed, 1),
-            eta_s=round(per_step_s * (state.max_steps - state.global_step), 1),
-            trained_tokens=trained_tokens,
-            memory_bytes=peak_memory_bytes(),
+        self.told = {
+            "step": state.global_step,
+            "steps": state.max_steps,
+            "loss": round(loss, 4),
+            "learning_rate": logs["learning_rate"],
+            "tokens_per_s": round((trained_tokens - self._first_tokens) / elapsed, 1),
+            "eta_s": round(per_step_s * (state.max_steps - state.global_step), 1),
+            "trained_tokens": trained_tokens,
+            "memory_bytes": peak_memory_bytes(),
             **self._validated(state.global_step),
-        )
+        }
+        self._emit("progress", **self.told)
 
     def _validated(self, step: int) -> dict[str, float | int]:
         """Return what is said of the last validation and the best one."""
@@ -316,7 +324,8 @@ def _collator(hyper: Hyperparameters, pad_id: int) -> Callable[..., dict[str, to
 def _begin_from(model: Any, tensors: Path) -> None:
     """Load an adapter's tensors into the model's new one. Raises JobError unless they are its."""
     try:
-        outcome = set_peft_model_state_dict(model, load_file(tensors))
+        lora = {name: own for name, own in load_file(tensors).items() if not is_head_tensor(name)}
+        outcome = set_peft_model_state_dict(model, lora)
     except (RuntimeError, ValueError) as error:  # of other shapes
         raise JobError("warm_start", f"the adapter does not fit: {str(error)[:300]}") from error
     missing = [name for name in outcome.missing_keys if "lora_" in name]
@@ -373,12 +382,16 @@ def run_trainer(
     if checkpoints.has_stopped:
         raise TrainingStopped
     validation.restore(model)
+    heads: dict[str, torch.Tensor] = {}
+    if hyper.draft_heads:
+        heads = train_heads(trainer, checkpoints, data, hyper, emit, progress.told, pad_id=pad_id)
     return Outcome(
         model=model,
         final_loss=final_loss(progress.losses),
         trained_tokens=progress.trained_tokens(trainer.state.epoch),
         best_step=validation.best_step or None,
         best_loss=validation.best_loss,
+        heads=heads,
     )
 
 
