@@ -76,6 +76,9 @@ class TrainForm(forms.Form):
     checkpoints = _number(
         "checkpoints", "Checkpoints to keep", "Adapters on the way, as versions that answer."
     )
+    draft_heads = _number(
+        "draft_heads", "Draft heads", "Guess tokens ahead, for faster answers. Empty: none."
+    )
     packing = forms.BooleanField(
         label="Pack short rows",
         required=False,
@@ -109,7 +112,7 @@ class TrainForm(forms.Form):
     SETTINGS = (
         *("epochs", "rank", "learning_rate", "max_length"),
         *("validation_share", "eval_steps", "patience"),
-        *("batch_size", "gradient_accumulation", "checkpoints"),
+        *("batch_size", "gradient_accumulation", "checkpoints", "draft_heads"),
         *("packing", "gradient_checkpointing"),
     )
 

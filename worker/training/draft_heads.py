@@ -27,7 +27,7 @@ from worker.training.example_store import IGNORED, ExampleStore
 #: A head's rank, where the base is as wide as that.
 RANK = 32
 LEARNING_RATE = 3e-3
-#: How often the rows are read; small sets more often, so that there are as many steps as that.
+#: Passes over the rows that the LoRA was trained on, and the fewest steps, however few those are.
 NUM_PASSES, LEAST_STEPS = 3, 100
 #: Logits that are computed at once.
 _MAX_LOGITS = 1 << 24
@@ -130,7 +130,13 @@ def train_heads(
         tell=lambda **fields: emit("draft_heads", **told, **fields),
         is_stopped=lambda: checkpoints.is_to_stop,
     )
-    return training.run(hyper.draft_heads, data.examples, data.validation, seed=hyper.seed)
+    return training.run(
+        hyper.draft_heads,
+        data.examples,
+        data.validation,
+        num_batches=trainer.state.global_step * hyper.gradient_accumulation,
+        seed=hyper.seed,
+    )
 
 
 class HeadTraining:
@@ -158,14 +164,24 @@ class HeadTraining:
         model.eval()
 
     def run(
-        self, num_heads: int, rows: ExampleStore, validation: ExampleStore, *, seed: int
+        self,
+        num_heads: int,
+        rows: ExampleStore,
+        validation: ExampleStore,
+        *,
+        num_batches: int,
+        seed: int,
     ) -> dict[str, torch.Tensor]:
-        """Return the trained heads. Raises TrainingStopped."""
+        """Return the trained heads. Raises TrainingStopped.
+
+        num_batches  that the LoRA was trained on: a short training of many rows has few for heads
+        """
         hidden = self._base.get_output_embeddings().weight.shape[1]
         heads = Heads(num_heads, hidden, seed=seed).to(self._device)
         counted = validation if len(validation) else rows
         before = self._accuracy(heads, counted)
-        loss = self._train(heads, rows, seed)
+        steps = NUM_PASSES * min(num_batches, -(-len(rows) // self._batch_size))
+        loss = self._train(heads, rows, max(steps, LEAST_STEPS), seed)
         self._tell(
             draft_head_loss=loss,
             draft_head_accuracy=self._accuracy(heads, counted),
@@ -174,10 +190,8 @@ class HeadTraining:
         )
         return heads.tensors()
 
-    def _train(self, heads: Heads, rows: ExampleStore, seed: int) -> float:
+    def _train(self, heads: Heads, rows: ExampleStore, steps: int, seed: int) -> float:
         """Train; return the mean loss of a head over the last tenth of the steps."""
-        per_pass = -(-len(rows) // self._batch_size)
-        steps = max(NUM_PASSES * per_pass, LEAST_STEPS)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         drawn = torch.Generator().manual_seed(seed)
