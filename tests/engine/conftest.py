@@ -316,7 +316,7 @@ def run(
     for each in requests:
         engine.add(each)
     results: dict[str, Result] = {each.request_id: Result() for each in requests}
-    num_steps, until = 0, time.monotonic() + 60
+    num_steps, until = 0, time.monotonic() + 150
     while num_steps < max_steps and time.monotonic() < until:
         if not engine.has_work():
             return results
@@ -326,7 +326,7 @@ def run(
         if check:
             engine.check_integrity()
         if outputs:
-            num_steps, until = num_steps + 1, time.monotonic() + 60
+            num_steps, until = num_steps + 1, time.monotonic() + 150
         else:  # adapters and grammars are made by threads
             time.sleep(0.0005)
     raise AssertionError(f"still at work after {max_steps} steps: {engine.stats()}")
