@@ -226,7 +226,7 @@ class HeadTraining:
             ).view(len(counts), -1)
             # Each head's mean over its own tokens; a head that has none has no loss.
             loss = (losses.sum(1) / counts.clamp(min=1)).sum()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if not math.isfinite(total):
             raise JobError("hyperparameters.draft_heads", "their loss became infinite or NaN")
