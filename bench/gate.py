@@ -1,6 +1,6 @@
 """The gate's errors: false promotions and false holds, on planted retrains.
 
-    python -m bench.gate [--runs 10] [--decisions 500] [--threads 1] [--out FILE]
+    python -m bench.gate [--runs 10] [--decisions 500] [--threads 1] [--folder FOLDER] [--out FILE]
 
 `retrains` are real: a small base, one live version and `--runs` retrains of each kind are trained
 by one `worker.train_many`; each answers the suite's cases in the serving engine, which gives the
@@ -8,13 +8,14 @@ log-probabilities of the expected answers, too; the evaluation's own checks scor
 search finds leaked cases, and the gate decides by its defaults. `synthetic` are decisions on drawn
 scores (tests/controlplane/evaluations/planted.py). Prints a table, writes
 bench/results/gate-cpu.json, and exits with 1 if more than 1 % of the bad retrains are promoted,
-or more than 5 % of the good ones are not.
+or more than 5 % of the good ones are not. With a FOLDER, a run that was cut goes on in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import statistics
@@ -76,14 +77,22 @@ class Retrains:
             more = [*known, *_take(found, NUM_NEW)]
             for kind in KINDS:
                 self.rows[f"{kind}-{run}"] = gate_rows.rows(more, self.held_out, kind, run)
-        self.base = write_base(folder / "base", list(map(gate_rows.other_desk, found)))
+        self.base = folder / "base"
+        if not (self.base / "lorikeet.json").exists():  # which is written last
+            write_base(self.base, list(map(gate_rows.other_desk, found)))
 
     def adapter(self, name: str) -> Path:
         return self._folder / name
 
     def train(self) -> None:
-        """Train all of them in one batch."""
-        jobs = [self._job(number, name) for number, name in enumerate(self.rows)]
+        """Train all of them in one batch; a folder's adapters are not trained again."""
+        jobs = [
+            self._job(number, name)
+            for number, name in enumerate(self.rows)
+            if not self.adapter(name).exists()
+        ]
+        if not jobs:
+            return
         command = [sys.executable, "-m", "worker.train_many", str(self._folder / "checkpoints")]
         with subprocess.Popen([*command, *jobs], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
@@ -313,11 +322,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10, help="retrains of each kind")
     parser.add_argument("--decisions", type=int, default=500, help="drawn ones of each kind")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="keeps what was trained")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     report = environment("bench.gate")
-    with tempfile.TemporaryDirectory(prefix="bench-gate-") as folder:
-        report["retrains"] = retrains(Path(folder), args.runs, args.threads)
+    with contextlib.ExitStack() as stack:
+        if args.folder is None:
+            made = tempfile.TemporaryDirectory(prefix="bench-gate-")
+            folder = Path(stack.enter_context(made))
+        else:
+            folder = args.folder
+            folder.mkdir(exist_ok=True)
+        report["retrains"] = retrains(folder, args.runs, args.threads)
     report["synthetic"] = synthetic(args.decisions)
     for part in ("retrains", "synthetic"):
         for kind, figures in report[part]["kinds"].items():
