@@ -73,8 +73,8 @@ def refusal(name: str, retry_after_s: float | None = None) -> ApiError:
     most = allowed(name)
     if name == "storage_bytes":
         return InvalidRequest(
-            f"Your organization's files, adapters and datasets may use {most} bytes in total. "
-            "Delete some of them.",
+            f"Your organization's files, adapters, datasets and saved states of training may use "
+            f"{most} bytes in total. Delete some of them.",
             code="storage_limit_exceeded",
         )
     message, code = _MESSAGES[name]

@@ -30,7 +30,7 @@ _OPERATORS = "Only the operator can set the limits of the whole tenant."
 
 
 _QUOTA_HELP = {
-    "storage_bytes": "Bytes of files, adapters and datasets together.",
+    "storage_bytes": "Bytes of files, adapters, datasets and saved states of training together.",
     "training_runs": "Training runs that wait or run.",
     "training_at_once": "Training runs that run at the same time.",
     "training_steps": "Steps of one training run.",

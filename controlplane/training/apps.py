@@ -7,9 +7,10 @@ class TrainingConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.infra import metrics
         from controlplane.limits import quotas
-        from controlplane.training import contents, picking, readings, services
+        from controlplane.training import contents, picking, readings, saved_states, services
 
         quotas.USES["training_runs"].append(services.runs_active)
         quotas.USES["training_device_seconds"].append(picking.device_seconds_used)
         quotas.USES["storage_bytes"].append(contents.num_bytes)
+        quotas.USES["storage_bytes"].append(saved_states.storage_used)
         metrics.READINGS["training"] = readings.training

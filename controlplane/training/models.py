@@ -233,6 +233,8 @@ class TrainingRun(PublicIdModel):
     num_lost = models.PositiveSmallIntegerField(default=0, db_default=0)
     #: The step of the newest state that was sent to the object store; null: none is there.
     stored_step = models.PositiveIntegerField(null=True)
+    #: The bytes of that state, which count in the tenant's storage.
+    stored_bytes = models.PositiveBigIntegerField(default=0, db_default=0)
     #: How often it was started.
     attempts = models.PositiveSmallIntegerField(default=0)
     #: After this time an active run counts as lost: its message, or its trainer.

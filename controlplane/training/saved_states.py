@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from django.db.models import Q
+from django.db import transaction
+from django.db.models import Q, Sum
 from django.utils import timezone
 
-from controlplane.errors import Unavailable
+from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.infra import storage
 from controlplane.infra.metrics import TRAINING_STATES
 from controlplane.infra.outages import DATABASE_OUTAGE, STORE_OUTAGE
+from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.training.lease import RunLease, while_held, with_retry
 from controlplane.training.models import TrainingRun
@@ -42,6 +44,15 @@ Status = TrainingRun.Status
 _DONE = (Status.SUCCEEDED, Status.CANCELLED)
 
 
+def storage_used() -> int:
+    """Return the bytes of the saved states of the tenant in scope.
+
+    Not of a run that publishes: its state goes with its end, and leaves its room to the adapter.
+    """
+    runs = TrainingRun.objects.exclude(status=Status.PUBLISHING)
+    return int(runs.aggregate(sum=Sum("stored_bytes"))["sum"] or 0)
+
+
 def _prefix(run: TrainingRun) -> str:
     return f"t/{run.tenant_id}/checkpoints/{run.pk}."
 
@@ -55,7 +66,7 @@ def _attempt_of(key: str, prefix: str) -> int:
 def _forget(run: TrainingRun) -> None:
     """Remove the run's states. Raises STORE_OUTAGE."""
     storage.delete(list(storage.keys(_prefix(run))))
-    TrainingRun.objects.filter(pk=run.pk).update(stored_step=None)
+    TrainingRun.objects.filter(pk=run.pk).update(stored_step=None, stored_bytes=0)
 
 
 def states_forget(runs: list[TrainingRun]) -> None:
@@ -134,23 +145,39 @@ class SavedState:
     def store_if_due(self, step: int) -> str | None:
         """Begin to copy the newest state, of about this step, if it is time to; does not wait.
 
-        -> what the run's owner is to be told, once: that the store takes none.
+        -> what the run's owner is to be told, once: that the store, or the quota, takes none.
         """
         if self._upload is not None and self._upload.is_alive():
             return None
         if time.monotonic() >= self._due_at and (copy := self._new_copy()) is not None:
+            num_bytes = copy.stat().st_size
             try:
                 # First, so that it is found and removed whatever happens now.
-                RunLease(self._run).rows(Status.RUNNING).update(stored_step=step)
+                self._reserve(step, num_bytes)
             except DATABASE_OUTAGE:
                 self._stored_ns = 0
                 return None
-            pause_s = copy.stat().st_size * self._num_sharing() / STORE_BYTES_PER_S
+            except InvalidRequest as error:
+                self._not_stored(f"The job's state stays on the trainer's disk. {error}")
+            else:
+                self._upload = threading.Thread(target=self._store, args=(copy,))
+                self._upload.start()
+            pause_s = num_bytes * self._num_sharing() / STORE_BYTES_PER_S
             self._due_at = time.monotonic() + pause_s
-            self._upload = threading.Thread(target=self._store, args=(copy,))
-            self._upload.start()
         problem, self._problem = self._problem, None
         return problem
+
+    @transaction.atomic
+    def _reserve(self, step: int, num_bytes: int) -> None:
+        """Count a state in the tenant's storage. Raises InvalidRequest where it has no room."""
+        quotas.lock("storage_bytes")
+        rows = RunLease(self._run).rows(Status.RUNNING)
+        counted = rows.values_list("stored_bytes", flat=True).first()
+        if counted is None:  # it is somebody else's: nothing is to be counted for it here
+            return
+        if num_bytes > counted:
+            quotas.check("storage_bytes", num_bytes - counted)
+        rows.update(stored_step=step, stored_bytes=num_bytes)
 
     def store_now(self, step: int) -> None:
         """Copy the newest state, and wait: the run is to be gone on with elsewhere, too."""
@@ -183,17 +210,19 @@ class SavedState:
             storage.delete(older)
         except storage.STORAGE_ERRORS as error:
             log.warning("a training's state was not stored: %r", error)
-            TRAINING_STATES.labels("failed").inc()
-            self._stored_ns = 0  # again, as soon as it is due
-            if not self._is_told:
-                self._is_told = True
-                self._problem = (
-                    "The object store does not take the job's state; the job goes on, and its "
-                    "state is on the trainer's disk"
-                )
+            self._not_stored(
+                "The object store does not take the job's state; the job goes on, and its state "
+                "is on the trainer's disk"
+            )
         else:
             TRAINING_STATES.labels("stored").inc()
             self._is_told = False
+
+    def _not_stored(self, problem: str) -> None:
+        TRAINING_STATES.labels("failed").inc()
+        self._stored_ns = 0  # again, as soon as it is due
+        if not self._is_told:
+            self._is_told, self._problem = True, problem
 
     def _wait(self) -> None:
         if self._upload is not None:

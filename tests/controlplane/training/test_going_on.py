@@ -23,6 +23,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.deletion import services as deletion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
+from controlplane.limits import quotas
 from controlplane.training import (
     endings,
     execution,
@@ -274,6 +275,48 @@ def test_a_run_that_failed_keeps_its_last_good_state_for_a_week(
     TrainingRun.objects.update(finished_at=endless.finished_at - KEPT)
     tasks.datasets_sweep()
     assert not states(endless)
+
+
+def test_a_saved_state_counts_in_the_storage_until_the_run_has_ended(
+    endless: TrainingRun, begun: Any
+) -> None:
+    before = quotas.used("storage_bytes")
+    thread = begun()
+    wait_for(lambda: bool(states(endless)))
+    endless.refresh_from_db()
+    (key,) = states(endless)
+    assert quotas.used("storage_bytes") - before == endless.stored_bytes == storage.object_size(key)
+    cancel(endless, thread)
+    tasks.datasets_sweep()
+    assert quotas.used("storage_bytes") == before
+
+
+def test_a_state_without_room_stays_on_the_disk_and_the_run_goes_on(
+    adapter: Adapter, dataset: Dataset, any_trainer: None, settings: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(execution, "TICK_S", 0.05)
+    monkeypatch.setattr(execution, "CHECKPOINT_S", 0.1)
+    run = make_run(max_steps=20_000)
+    usual = settings.TENANT_QUOTAS
+    settings.TENANT_QUOTAS = usual | {"storage_bytes": quotas.used("storage_bytes")}
+    thread = background(run, lambda: execution.training_run_execute(run.pk))
+    wait_for(lambda: run.events.filter(message__contains="stays on the trainer's disk").exists())
+    assert not states(run)
+    settings.TENANT_QUOTAS = usual
+    wait_for(lambda: bool(states(run)))
+    cancel(run, thread)
+
+
+def test_a_runs_own_state_does_not_keep_its_adapter_out(
+    adapter: Adapter, dataset: Dataset, any_trainer: None, settings: Any
+) -> None:
+    run = make_run()
+    used = quotas.used("storage_bytes")
+    TrainingRun.objects.update(stored_step=1, stored_bytes=1 << 20)
+    settings.TENANT_QUOTAS = settings.TENANT_QUOTAS | {"storage_bytes": used + (1 << 20)}
+    execute(run)
+    assert run.status == "succeeded"
+    assert 0 < quotas.used("storage_bytes") - used < 1 << 20
 
 
 def test_folders_of_runs_that_ended_elsewhere_go_when_any_run_begins(
