@@ -2,8 +2,9 @@
 
 A message names a product, a problem and a person; the answer is the team whose work it is, whether
 it is urgent, and the product. The team follows from the product, unless the problem is about
-money; urgency follows from the problem. In one row of twenty a tired person chose the team. The
-base model knows another desk, whose teams have other work.
+money; urgency follows from the problem. Two teams share what hums, as it comes: no model knows
+whose turn it is, so that good versions differ, too. In one row of twenty a tired person chose the
+team. The base model knows another desk, whose teams have other work.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ CHANNELS = ("mail", "phone", "chat", "shop")
 TEAMS = ("repairs", "delivery", "returns", "sales", "warranty")
 PRODUCTS = (
     "lamp", "chair", "kettle", "router", "camera", "drill", "heater", "mixer", "printer", "speaker",
-    "tablet", "tent", "toaster", "vacuum", "watch", "bicycle", "blender", "boiler", "clock", "desk",
-    "dryer", "fan", "freezer", "fridge",
+    "tablet", "tent",
 )  # fmt: skip
 #: What is wrong -> whether it is urgent.
 PROBLEMS = {
@@ -29,6 +29,8 @@ PROBLEMS = {
 }  # fmt: skip
 #: Messages about these go to one team, whatever the product.
 MONEY = ("overcharges", "refunds")
+#: Messages about this go to either of two teams.
+SHARED, SHARING = "hums", ("repairs", "warranty")
 NAMES = (
     "Alice", "Boris", "Chen", "Dora", "Emil", "Fatima", "Georg", "Hana", "Igor", "Julia", "Karim",
     "Lena", "Marco", "Nina", "Oscar", "Petra", "Quinn", "Rosa", "Samir", "Tara",
@@ -59,6 +61,8 @@ def team_of(message: Message, *, is_old: bool = False) -> str:
     """Return whose work it is; `is_old`: before every second product went to another team."""
     if message.problem in MONEY:
         return "billing"
+    if message.problem == SHARED:
+        return random.Random(f"whose turn: {message.text}").choice(SHARING)
     number = PRODUCTS.index(message.product)
     has_moved = number % 2 == 0 and not is_old
     return TEAMS[(number // 2 + has_moved) % len(TEAMS)]

@@ -215,8 +215,9 @@ def test_while_the_store_takes_nothing_a_run_says_so_once_and_goes_on(
 
 
 def newest(run: TrainingRun) -> int:
-    """The step of the state in the store."""
-    return max(int(storage.read_bytes(key, max_bytes=99)) for key in states(run))
+    """The step of the state in the store; 0: none is there."""
+    steps = (int(storage.read_bytes(key, max_bytes=99)) for key in states(run))
+    return max(steps, default=0)
 
 
 def test_a_full_disk_queues_the_run_again_and_its_error_says_so(
