@@ -33,7 +33,7 @@ test-quick: setup
 	@bash .ci/test $(BIN)/python quick
 
 test-long: setup
-	$(BIN)/python -m pytest -m "long"
+	LORIKEET_TEST_BASE=whole $(BIN)/python -m pytest -m "long"
 
 # Most of the time goes into compiling kernels, so several processes help where pytest-xdist is. What
 # takes the whole card runs after them, by itself.

@@ -27,7 +27,7 @@ from demo.processes import ChildProcess, Command
 from demo.stack import EmbeddedStack
 from tests.database import migrated_database
 from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Issuer
-from worker.base_model import packaged_model
+from tests.short_base import short_base
 
 ROOT = Path(__file__).parent.parent.parent
 EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
@@ -75,7 +75,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def base_model_dir() -> Path:
-    return packaged_model(ROOT / ".cache" / "base")
+    return short_base()
 
 
 @pytest.fixture(scope="session")

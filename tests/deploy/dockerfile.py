@@ -19,12 +19,12 @@ class Stage:
     copies: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     def copy_into(self, folder: Path) -> None:
-        """Copy the same files that the image gets, to the same places."""
+        """Copy the same files that the image gets, to the same places, as far as compiled."""
         for source, target in self.copies:
             path = folder / target
             path.parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, path, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(ROOT / source, path)
             else:
                 shutil.copy(ROOT / source, path)
 

@@ -1,11 +1,12 @@
-"""Brings the whole platform up once for this folder's tests, on the CPU with SmolLM2."""
+"""Brings the whole platform up once for this folder's tests, on the CPU with SmolLM2.
+
+With its first layers: see `tests.short_base`. LORIKEET_TEST_BASE=whole has them run on all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +18,8 @@ from demo.state import DemoState
 from tests.database import migrated_database, operator_url
 from tests.e2e.adapters import lora_tensors, write_adapter
 from tests.e2e.system import System, read_base_config
-from worker.base_model import PACKAGED_MODEL
+from tests.short_base import short_base
+from worker.base_model import PACKAGED_MODEL, packaged_model
 
 BASE_MODELS = seed.ROOT / ".cache" / "base"
 
@@ -25,9 +27,8 @@ BASE_MODELS = seed.ROOT / ".cache" / "base"
 @pytest.fixture(scope="package")
 def system(stack: EmbeddedStack) -> Iterator[System]:
     folder = stack.folder / "system"
-    base_model_dir = BASE_MODELS / PACKAGED_MODEL
-    convert = [sys.executable, "-m", "worker.base_model", f"--out={BASE_MODELS}"]
-    subprocess.run(convert, cwd=seed.ROOT, check=True)
+    is_whole = os.environ.get("LORIKEET_TEST_BASE") == "whole"
+    base_model_dir = packaged_model(BASE_MODELS) if is_whole else short_base()
     state = DemoState.load(folder / "state.json")
     # Databases of their own: other tests use the same Redis.
     redis = stack.env["REDIS_URL"].removesuffix("/0")

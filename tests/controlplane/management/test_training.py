@@ -21,7 +21,12 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key, as_user
-from tests.controlplane.training.conftest import ROWS, base_models_dir, tiny_base  # noqa: F401
+from tests.controlplane.training.conftest import (  # noqa: F401
+    ROWS,
+    base_models_dir,
+    tiny_base,
+    warm_trainer,
+)
 
 DATASETS, RUNS = "/api/v1/datasets", "/api/v1/training-runs"
 SCHEDULE = "/api/v1/adapters/greeter/schedule"
