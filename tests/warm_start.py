@@ -103,7 +103,8 @@ class WarmStart:
             self._address = f"{tempfile.mkdtemp(prefix='lorikeet-warm-')}/socket"
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm_start", self._address, self._kind],
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # One thread, as a fork has: who imports torch starts none for its sums.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 start_new_session=True,

@@ -206,18 +206,17 @@ def test_while_the_store_takes_nothing_a_run_says_so_once_and_goes_on(
     step = progress_of(endless)["saved_step"]
     wait_for(lambda: progress_of(endless)["saved_step"] > step)
     settings.S3_ENDPOINT_URL = there
-    before = newest(endless)
-    wait_for(lambda: newest(endless) > before)
+    before = stored(endless)
+    wait_for(lambda: stored(endless) != before)
     [told] = endless.events.filter(level="warn")
     assert told.message.endswith("its state is on the trainer's disk")
     assert endless.status == "running"
     cancel(endless, thread)
 
 
-def newest(run: TrainingRun) -> int:
-    """The step of the state in the store; 0: none is there."""
-    steps = (int(storage.read_bytes(key, max_bytes=99)) for key in states(run))
-    return max(steps, default=0)
+def stored(run: TrainingRun) -> list[bytes]:
+    """The states in the store, as they are now."""
+    return [storage.read_bytes(key, max_bytes=1 << 24) for key in states(run)]
 
 
 def test_a_full_disk_queues_the_run_again_and_its_error_says_so(
