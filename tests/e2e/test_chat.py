@@ -34,6 +34,7 @@ def test_models_are_the_tenants_own_and_the_base(system: System) -> None:
         assert not others & listed
 
 
+@pytest.mark.long  # all layers know it
 def test_base_model_knows_the_capital_of_france(system: System) -> None:
     answer = system.client().chat.completions.create(
         model=system.base_model, messages=MESSAGES, temperature=0, max_tokens=20
