@@ -251,7 +251,7 @@ class TrainMany:
             max_runs=options.max_runs,
             may_join=options.join,
         )
-        return BatchTraining(opened.trainer, opened.codec, *told)
+        return BatchTraining(opened.trainer, opened.codec, *told, opened.judge)
 
     def _train_alone(self, name: str) -> None:
         """Have the present trainer do a job; its events go out as they come."""
