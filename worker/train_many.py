@@ -22,6 +22,9 @@ time, and {"last": true} says that none will any more: before, the process does 
 standard input is a socket, {"add", "lock": true} brings a descriptor, which stays open until the
 job has ended.
 
+A job with `judge_dir` has its adapter scored once it is trained, beside the live version, between
+the others' steps (`contract.judging`): `done` comes after that, and what of it fails is no error.
+
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
 the rows and writes the files. Jobs that wait for it have a `warning`.
