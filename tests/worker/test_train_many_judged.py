@@ -144,7 +144,7 @@ def test_two_tenants_adapters_are_scored_beside_their_live_ones(
 @pytest.mark.parametrize(
     ("spoilt", "reason"),
     [
-        ("use_dora", "the live version's use_dora is none that the batch computes"),
+        ("use_dora", "the batch does not compute the live version's use_dora"),
         ("tensors", "of the live version, the adapter cannot be read"),
         ("rank", "of the live version, the adapter does not fit"),
         ("cases", "it is not JSON"),

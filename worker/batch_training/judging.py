@@ -265,7 +265,7 @@ def _settings(path: Path) -> RunSettings:
     }
     for name, is_plain in plain.items():
         if not is_plain:
-            raise NotScored(f"the live version's {name} is none that the batch computes")
+            raise NotScored(f"the batch does not compute the live version's {name}")
     return RunSettings(
         rank=config.rank,
         alpha=config.alpha,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_both_evaluations_take_the_batchs_scores_and_ask_for_answers_alone(
 ) -> None:
     run = trained(gated)
     run_all()
-    assert asked == [("invoices@2", False)] * NUM_CASES + [("invoices@1", False)] * NUM_CASES
+    assert Counter(asked) == {("invoices@2", False): NUM_CASES, ("invoices@1", False): NUM_CASES}
     decision = GateDecision.objects.get()
     assert (decision.status, live(gated)) == (Status.PROMOTE, 2)
     logprob = next(each for each in decision.findings if each["metric"] == "logprob")
@@ -119,7 +120,7 @@ def test_both_evaluations_take_the_batchs_scores_and_ask_for_answers_alone(
     asked.clear()
     trained(gated, of_live=[(-3.0, 4)] * NUM_CASES)
     run_all()
-    assert asked == [("invoices@3", False)] * NUM_CASES
+    assert Counter(asked) == {("invoices@3", False): NUM_CASES}
     assert live(gated) == 3
     newest = Evaluation.objects.filter(model="invoices@2").latest("created_at")
     assert (newest.num_done, newest.summary["score"]) == (NUM_CASES, 1.0)
@@ -128,7 +129,7 @@ def test_both_evaluations_take_the_batchs_scores_and_ask_for_answers_alone(
     asked.clear()
     add_version(gated)
     run_all()
-    assert asked == [("invoices@4", True)] * NUM_CASES + [("invoices@3", True)] * NUM_CASES
+    assert Counter(asked) == {("invoices@4", True): NUM_CASES, ("invoices@3", True): NUM_CASES}
     assert live(gated) == 4
 
 

@@ -11,15 +11,16 @@ from contract.judging import SCORES_FILE
 from controlplane.adapters import promotion
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations import batch_scores, gate, suites
-from controlplane.evaluations.models import BatchScores, Evaluation
+from controlplane.evaluations.models import BatchScores, Evaluation, Suite
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch, batch_child, execution, picking
+from controlplane.training import batch, batch_child, execution, judging
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
 from tests.controlplane.training.test_batch import make_run
 
 pytestmark = pytest.mark.django_db(transaction=True)
+NOT_SCORED = "The batch scored no expected answers, so the gate asks serving workers: "
 CASES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": f"hello {number} ZEBRA"}], "expected": "world"}
     for number in range(3)
@@ -45,7 +46,8 @@ def gate_it(party: Party) -> Adapter:
 
 
 def messages(run: TrainingRun) -> list[str]:
-    return list(run.events.filter(kind="message").values_list("message", flat=True))
+    said = run.events.filter(kind="message").exclude(message__startswith="Created")
+    return list(said.order_by("pk").values_list("message", flat=True))
 
 
 def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
@@ -71,7 +73,7 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
     with tenant_scope(globex.tenant.id):
         other.refresh_from_db()
         assert (other.status, BatchScores.objects.count()) == ("succeeded", 0)
-    assert not seen.get(str(other.pk), False)
+    assert (seen[str(run.pk)], seen[str(other.pk)]) == (True, False)
     with tenant_scope(acme.tenant.id):
         run.refresh_from_db()
         assert (run.status, run.error) == ("succeeded", "")
@@ -97,34 +99,50 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
             position: tuple(score) for position, score in enumerate(found.live)
         }
 
-
-def test_a_run_says_why_its_batch_scored_nothing(
-    acme: Party, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(acme)
-    batch.training_next()
-    gate_it(acme)
     # What the child writes is not believed.
-    give_out = batch_child.BatchChild._follow
+    follow = batch_child.BatchChild._follow
 
     def spoil(self: Any, events: Any, ticks: Any, reader: Any, folder: Path) -> None:
-        give_out(self, events, ticks, reader, folder)
+        follow(self, events, ticks, reader, folder)
         (folder / "adapter" / SCORES_FILE).write_text('{"candidate": "all good"}')
 
-    with monkeypatch.context() as patch:
-        patch.setattr(batch_child.BatchChild, "_follow", spoil)
-        spoilt = make_run(acme, seed=6)
-        batch.training_next()
-    alone = make_run(acme, seed=7, checkpoints=1)
+    monkeypatch.setattr(batch_child.BatchChild, "_follow", spoil)
+    spoilt = make_run(acme, seed=6)
     batch.training_next()
-    assert picking.next_run() is None
     with tenant_scope(acme.tenant.id):
-        for run, why in (
-            (spoilt, "the trainer's scores cannot be read: its fields are not given,"),
-            (alone, "the run was trained by itself"),
-        ):
-            run.refresh_from_db()
-            assert (run.status, run.error) == ("succeeded", "")
-            begin = "The batch scored no expected answers, so the gate asks serving workers: "
-            assert any(told.startswith(begin + why) for told in messages(run)), messages(run)
-        assert not BatchScores.objects.exists()
+        spoilt.refresh_from_db()
+        assert (spoilt.status, spoilt.error) == ("succeeded", "")
+        why = "the trainer's scores cannot be read: its fields are not given, "
+        assert any(told.startswith(NOT_SCORED + why) for told in messages(spoilt))
+        assert BatchScores.objects.get() == found
+
+
+def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) -> None:
+    run = make_run(acme)
+    with tenant_scope(acme.tenant.id):
+        assert judging.judge_folder(run, tmp_path) is None  # no version is live
+        version = AdapterVersion.objects.create(
+            adapter=run.adapter,
+            number=1,
+            status="ready",
+            digest="a" * 64,
+            num_bytes=9,
+            config_num_bytes=2,
+        )
+        Adapter.objects.update(live_version=version)
+    gate_it(acme)
+    with tenant_scope(acme.tenant.id):
+        judging.scores_keep(run, version, tmp_path / "adapter")
+        assert messages(run) == []
+        assert judging.judge_folder(run, tmp_path, "a serving worker trains the batch") is None
+        assert judging.judge_folder(run, tmp_path) is None  # nothing is in the store
+        (tmp_path / "judge").mkdir()
+        judging.scores_keep(run, version, tmp_path / "adapter")
+        Suite.objects.all().delete()
+        assert judging.judge_folder(run, tmp_path) is None
+        assert [told.removeprefix(NOT_SCORED) for told in messages(run)] == [
+            "a serving worker trains the batch",
+            "the files of the live version are gone",
+            "the run was trained by itself",
+            "the gate's suite is not there",
+        ]
