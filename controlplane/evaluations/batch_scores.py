@@ -139,6 +139,7 @@ def scores_for(evaluation: Evaluation, digest: str) -> dict[int, Score]:
     digest  of the version that answers
     Raises ScoresGone.
     """
+    assert evaluation.scored_in is not None
     scores = BatchScores.objects.filter(pk=evaluation.scored_in).first()
     if scores is None:
         raise ScoresGone("The scores of its batch are gone.")
