@@ -29,6 +29,9 @@ MAX_CASES = 2000
 MAX_CASES_BYTES = 32 << 20
 MAX_SCORES_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
+#: Passes of one run's cases take so long at most, and they are begun at most so long after the run
+#: has ended, if others' are before them. Serving workers are asked for what takes longer.
+MOST_S, MOST_WAIT_S = 120.0, 600.0
 #: Of one expected answer.
 MAX_TOKENS = 1 << 20
 #: The least log-probability that a token is given, as serving's: JSON has no -inf.

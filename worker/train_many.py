@@ -23,7 +23,8 @@ standard input is a socket, {"add", "lock": true} brings a descriptor, which sta
 job has ended.
 
 A job with `judge_dir` has its adapter scored once it is trained, beside the live version, between
-the others' steps (`contract.judging`): `done` comes after that, and what of it fails is no error.
+the others' steps (`contract.judging`), from its event `judging` to `done`. What of that fails is no
+error.
 
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads

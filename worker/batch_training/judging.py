@@ -21,6 +21,8 @@ from contract import peft_config, safetensors_header
 from contract.adapter_problems import AdapterProblems
 from contract.judging import (
     LEAST_LOGPROB,
+    MOST_S,
+    MOST_WAIT_S,
     BadJudgingFile,
     BatchScores,
     Cases,
@@ -41,9 +43,6 @@ from worker.batch_training.warm_start import read_warm_start
 from worker.text.chat_rendering import render_chat
 from worker.text.codec import PromptError, TextCodec
 
-#: Passes of one run's cases take so long at most, and they are begun at most so long after the run
-#: has ended, if others' are before them. Serving workers are asked for what takes longer.
-MOST_S, MOST_WAIT_S = 120.0, 600.0
 _NEW, _LIVE = "new", "live"
 _PIECE_BYTES = 1 << 20
 

@@ -321,6 +321,7 @@ class BatchTraining:
         else:
             # Before its adapter is there, so that whoever finds that finds the scores, too.
             self._unjudged[name] = ended
+            self._emit(name, "judging")
             self._judge.add(ended.named, ended.adapter)
 
     def _finish(self, ended: _Ended, scores: RunScores | None = None) -> None:

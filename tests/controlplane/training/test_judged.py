@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from contract.judging import SCORES_FILE
+from contract.judging import MOST_S, MOST_WAIT_S, SCORES_FILE
 from controlplane.adapters import promotion
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations import batch_scores, gate, suites
 from controlplane.evaluations.models import BatchScores, Evaluation, Suite
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch, batch_child, execution, judging
+from controlplane.training import batch, batch_child, execution, judging, trainer
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
@@ -68,11 +68,15 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
                 seen[name] = seen.get(name, False) or is_marked
 
     monkeypatch.setattr(batch_child.BatchChild, "_hand_out", look)
+    # Once it is trained, its scores do not cost it its time.
+    allowed: list[float] = []
+    monkeypatch.setattr(trainer.Ticks, "allow_more", lambda self, more: allowed.append(more))
     run, other = make_run(acme, seed=5), make_run(globex, ROWS.replace(b"world", b"moon"))
     batch.training_next()
     with tenant_scope(globex.tenant.id):
         other.refresh_from_db()
         assert (other.status, BatchScores.objects.count()) == ("succeeded", 0)
+    assert allowed == [MOST_S + MOST_WAIT_S + 60.0]
     assert (seen[str(run.pk)], seen[str(other.pk)]) == (True, False)
     with tenant_scope(acme.tenant.id):
         run.refresh_from_db()
