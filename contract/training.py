@@ -152,7 +152,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
     gpu_share = fields.get("gpu_share")
     if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
         raise JobError("gpu_share", "must be a number above 0, at most 1")
-    for name in ("validation_dataset", "warm_start", "checkpoint", "kept_dir"):
+    for name in ("validation_dataset", "warm_start", "checkpoint", "kept_dir", "judge_dir"):
         path = fields.get(name)
         if path is not None and (not isinstance(path, str) or not path):
             raise JobError(name, "must be a path")
@@ -185,6 +185,8 @@ class TrainJob:
     checkpoint_s: float = CHECKPOINT_S
     #: Where the adapters of `checkpoints` steps are kept; None: nowhere.
     kept_dir: Path | None = None
+    #: The expected answers that a batch scores the adapter by: `contract.judging`; None: none.
+    judge_dir: Path | None = None
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
@@ -208,6 +210,7 @@ class TrainJob:
         _check_fields(fields)
         validation, warm_start = fields.get("validation_dataset"), fields.get("warm_start")
         checkpoint, kept_dir = fields.get("checkpoint"), fields.get("kept_dir")
+        judge_dir = fields.get("judge_dir")
         job = cls(
             base_model_dir=Path(fields["base_model_dir"]),
             dataset=Path(fields["dataset"]),
@@ -224,6 +227,7 @@ class TrainJob:
             checkpoint=Path(checkpoint) if checkpoint else None,
             checkpoint_s=float(fields.get("checkpoint_s", CHECKPOINT_S)),
             kept_dir=Path(kept_dir) if kept_dir else None,
+            judge_dir=Path(judge_dir) if judge_dir else None,
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")

@@ -22,6 +22,10 @@ time, and {"last": true} says that none will any more: before, the process does 
 standard input is a socket, {"add", "lock": true} brings a descriptor, which stays open until the
 job has ended.
 
+A job with `judge_dir` has its adapter scored once it is trained, beside the live version, between
+the others' steps (`contract.judging`), from its event `judging` to `done`. What of that fails is no
+error.
+
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
 the rows and writes the files. Jobs that wait for it have a `warning`.
@@ -251,7 +255,7 @@ class TrainMany:
             max_runs=options.max_runs,
             may_join=options.join,
         )
-        return BatchTraining(opened.trainer, opened.codec, *told)
+        return BatchTraining(opened.trainer, opened.codec, *told, opened.judge)
 
     def _train_alone(self, name: str) -> None:
         """Have the present trainer do a job; its events go out as they come."""

@@ -7,5 +7,8 @@ class EvaluationsConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.adapters.promotion import awaits_gate
         from controlplane.evaluations import gate
+        from controlplane.evaluations.batch_scores import GateJudge
+        from controlplane.training.judging import JUDGES
 
         awaits_gate.connect(gate.version_ready)
+        JUDGES.append(GateJudge())

@@ -3,7 +3,8 @@
 The requests go through the fair queue as the tenant's own, after interactive ones; they are limited
 and billed like the playground's, under `ENDPOINT`. Answers are greedy, with a seed. An expected
 answer is scored as it is learned: the chat template's tokens after the prompt, up to the one that
-ends the turn, each given all before it.
+ends the turn, each given all before it. `worker.batch_training.judging` scores the same tokens:
+evaluations with `scored_in` have its scores, and no worker is asked for them (`batch_scores`).
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ async def _asked(evaluation: Evaluation, caller: Caller, case: Case) -> Asked:
     try:
         if case.checks:
             asked = await _answered(evaluation, caller, case)
-        if case.expected:
+        if case.expected and evaluation.scored_in is None:
             logprob, num_tokens = await _scored(caller, case)
             asked = dataclasses.replace(asked, logprob=logprob, num_tokens=num_tokens)
     except ApiError as error:

@@ -35,11 +35,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case and both answers."""
+    """One case and both answers.
+
+    is_scored_alike  whether both log-probabilities are of one program
+    """
 
     case: Case
     before: Result
     after: Result
+    is_scored_alike: bool = True
 
     @property
     def change(self) -> float:
@@ -95,8 +99,9 @@ def paired(before: Evaluation, after: Evaluation) -> list[Changed]:
     results = Result.objects.filter(evaluation=before).select_related("case")
     others = {row.case_id: row for row in Result.objects.filter(evaluation=after)}
     rows = results.order_by("case__position")
+    is_alike = before.scored_in == after.scored_in
     return [
-        Changed(case=row.case, before=row, after=others[row.case_id])
+        Changed(case=row.case, before=row, after=others[row.case_id], is_scored_alike=is_alike)
         for row in rows
         if row.case_id in others
     ]
@@ -105,9 +110,9 @@ def paired(before: Evaluation, after: Evaluation) -> list[Changed]:
 def pair_of(both: Changed, *, is_leaked: bool = False) -> Pair:
     """Return a case's scores: `after` is the new version, `before` the live one.
 
-    Sums over different tokens are not compared.
+    Sums over different tokens are not compared, nor those that different programs computed.
     """
-    is_same = both.after.num_tokens == both.before.num_tokens
+    is_same = both.is_scored_alike and both.after.num_tokens == both.before.num_tokens
     return Pair(
         slice=both.case.slice,
         score=both.after.score,

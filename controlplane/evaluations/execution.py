@@ -9,20 +9,23 @@ the inspector does its other work.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime as dt
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from django.db import connection, transaction
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
+from contract.judging import Score
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, NotFound
-from controlplane.evaluations import asking, checks, searching, services
+from controlplane.evaluations import asking, batch_scores, checks, searching, services
 from controlplane.evaluations.asking import Asked, Stopped
+from controlplane.evaluations.batch_scores import ScoresGone
 from controlplane.evaluations.judge import JudgeFailed, NoMark, mark
 from controlplane.evaluations.models import Case, Evaluation, Judge, Result
 from controlplane.infra.metrics import EVALUATIONS_ENDED
@@ -79,7 +82,7 @@ def _turn_of_next(before: Sequence[str], status: Status, lease: dt.timedelta) ->
             is_over = work(evaluation)
         except Stopped:
             return True
-        except (Failed, NotFound) as error:
+        except (Failed, ScoresGone, NotFound) as error:
             evaluation_end(evaluation, Status.FAILED, str(error))
         except ApiError as error:
             _put_off(evaluation, error.message)
@@ -128,6 +131,10 @@ def _evaluate(evaluation: Evaluation) -> bool:
     now_served = asking.served_name(caller.model)[:1000]
     if now_served != evaluation.served:
         raise Failed(f"{evaluation.model} meant {evaluation.served}; it is {now_served} now.")
+    scored: dict[int, Score] = {}
+    if evaluation.scored_in is not None:
+        [(version, _)] = caller.model.parts
+        scored = batch_scores.scores_for(evaluation, version.digest)
     lease, ends_at = EvaluationLease(evaluation), time.monotonic() + TURN_S
 
     def is_held() -> bool:
@@ -141,8 +148,19 @@ def _evaluate(evaluation: Evaluation) -> bool:
         cases = list(_left(evaluation)[:CHUNK])
         if not cases:
             return _finish_asking(evaluation)
-        _keep(evaluation, asking.ask(evaluation, caller, cases, is_held))
+        answers = asking.ask(evaluation, caller, cases, is_held)
+        if evaluation.scored_in is not None:
+            answers = [_with_score(asked, scored) for asked in answers]
+        _keep(evaluation, answers)
     return False
+
+
+def _with_score(asked: Asked, scored: Mapping[int, Score]) -> Asked:
+    """Add the batch's score, as a worker's: a case whose request was refused has none."""
+    logprob, num_tokens = scored.get(asked.case.position, (None, 0))
+    if asked.error:
+        logprob, num_tokens = None, 0
+    return dataclasses.replace(asked, logprob=logprob, num_tokens=num_tokens)
 
 
 def _left(evaluation: Evaluation) -> QuerySet[Case]:

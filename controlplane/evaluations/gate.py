@@ -22,20 +22,28 @@ from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias
 from controlplane.audit.services import record, recorded_at_end
 from controlplane.errors import ApiError, Conflict, NotFound, RateLimited
-from controlplane.evaluations import asking, services
+from controlplane.evaluations import asking, batch_scores, services
 from controlplane.evaluations.comparison import interval_json, pair_of, paired
 from controlplane.evaluations.decision import Decision, Finding, Verdict, decide
 from controlplane.evaluations.gate_policy import GatePolicy, gate_policy
 from controlplane.evaluations.leakage import RowsGone, trained_digests
-from controlplane.evaluations.models import Evaluation, GateDecision, SuiteVersion
+from controlplane.evaluations.models import (
+    BatchScores,
+    Evaluation,
+    GateDecision,
+    Result,
+    SuiteVersion,
+)
 from controlplane.evaluations.suites import suite_get, suite_version_get
 from controlplane.infra.locks import lock_until_commit
-from controlplane.infra.metrics import GATE_DECISIONS
+from controlplane.infra.metrics import GATE_DECISIONS, GATE_SCORES
 from controlplane.outbox.models import EventType
 from controlplane.outbox.services import publish
 from controlplane.queue.residency import before_switch
-from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.tenancy.scoping import all_tenants, new_id, tenant_scope
 from controlplane.tenants.models import Tenant
+from controlplane.training import events
+from controlplane.training.models import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +161,7 @@ def _advance(gate: GateDecision) -> None:
 
 def _evaluate(gate: GateDecision, policy: GatePolicy) -> None:
     """Begin both evaluations; the live version's is not repeated."""
-    adapter, live = gate.version.adapter, gate.version.adapter.live_version
+    live = gate.version.adapter.live_version
     if live is None:
         raise NotFound("No version is live.")
     suite_version = suite_version_get(suite=suite_get(name=policy.suite))
@@ -161,19 +169,29 @@ def _evaluate(gate: GateDecision, policy: GatePolicy) -> None:
         rows = GateDecision.objects.select_for_update().filter(pk=gate.pk, candidate=None)
         if not rows.exists():
             return
+        scores, why_not = batch_scores.matching(gate.version, live, suite_version)
         made = [
-            _evaluation_of(gate, f"{adapter.name}@{number}", suite_version, policy)
-            for number in (gate.version.number, live.number)
+            _evaluation_of(gate, version, suite_version, policy, scores)
+            for version in (gate.version, live)
         ]
         rows.update(
             candidate=made[0], live=made[1], live_number=live.number, suite_version=suite_version
         )
+        _note_scores(gate, scores, why_not)
 
 
 def _evaluation_of(
-    gate: GateDecision, model: str, suite_version: SuiteVersion, policy: GatePolicy
+    gate: GateDecision,
+    version: AdapterVersion,
+    suite_version: SuiteVersion,
+    policy: GatePolicy,
+    scores: BatchScores | None,
 ) -> Evaluation:
-    principal = asking.principal_of(gate.tenant)
+    """Return the version's evaluation: a known one, if the same program scored it.
+
+    scores  that both sides have their log-probabilities of; None: workers are asked for both
+    """
+    model = f"{gate.version.adapter.name}@{version.number}"
     known = Evaluation.objects.filter(
         suite_version=suite_version,
         model=model,
@@ -181,13 +199,44 @@ def _evaluation_of(
         seed=0,
         max_tokens=policy.max_tokens,
         status=Evaluation.Status.SUCCEEDED,
-    )
-    return known.order_by("-created_at").first() or services.evaluation_create(
-        principal=principal,
+    ).order_by("-created_at")
+    scored_in = None if scores is None else scores.pk
+    if found := known.filter(scored_in=scored_in).first():
+        return found
+    made = services.evaluation_create(
+        principal=asking.principal_of(gate.tenant),
         model=model,
         suite_version=suite_version,
         max_tokens=policy.max_tokens,
+        scored_in=scored_in,
     )
+    if scores is not None and (answered := known.first()):
+        _answers_copy(answered, made, version)
+    return made
+
+
+def _answers_copy(known: Evaluation, made: Evaluation, version: AdapterVersion) -> None:
+    """Give an evaluation the answers of an earlier one of the same version, and its own scores."""
+    scored, rows = batch_scores.scores_for(made, version.digest), []
+    for row in Result.objects.filter(evaluation=known).select_related("case"):
+        is_scored = row.logprob is not None  # else its request was refused
+        row.logprob, row.num_tokens = scored[row.case.position] if is_scored else (None, 0)
+        row.pk, row.evaluation = new_id(), made
+        rows.append(row)
+    Result.objects.bulk_create(rows)
+    Evaluation.objects.filter(pk=made.pk).update(num_done=len(rows))
+
+
+def _note_scores(gate: GateDecision, scores: BatchScores | None, why_not: str) -> None:
+    """Say who scores the expected answers; why_not: what the batch scored is something else."""
+    source = "workers" if scores is None else "batch"
+    GATE_SCORES.labels(source).inc()
+    told = {"gate_id": str(gate.pk), "source": source, "why": why_not}
+    log.info("a gate's expected answers are scored", extra=told)
+    run = TrainingRun.objects.filter(version=gate.version).first()
+    if why_not and run is not None:
+        message = f"The gate asks serving workers to score the expected answers: {why_not}"
+        events.event_add(run, message)
 
 
 def _decide(gate: GateDecision, policy: GatePolicy) -> None:

@@ -113,6 +113,9 @@ class Evaluation(TenantModel):
     status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)
     max_tokens = models.PositiveIntegerField(default=256)
     seed = models.PositiveIntegerField(default=0)
+    #: The `BatchScores` that the log-probabilities are of, whether or not it is still there; null:
+    #: serving workers are asked. Those of two evaluations are compared only if this is the same.
+    scored_in = models.UUIDField(null=True)
     error = models.CharField(max_length=1000, blank=True)
     num_done = models.PositiveIntegerField(default=0)
     #: Means over the cases, by metric: see `evaluations.execution.summary_of`.
@@ -163,6 +166,31 @@ class Result(TenantModel):
 
     def __str__(self) -> str:
         return f"{self.evaluation_id} {self.case_id}"
+
+
+class BatchScores(TenantModel):
+    """What the batch that trained a version scored: the expected answers of its gate's suite, under
+    the version and under the live one. See `evaluations.batch_scores`.
+
+    It is deleted with the version or the suite; an adapter has a few.
+    """
+
+    version = models.OneToOneField(
+        AdapterVersion, on_delete=models.CASCADE, related_name="batch_scores"
+    )
+    suite_version = models.ForeignKey(SuiteVersion, on_delete=models.CASCADE, related_name="+")
+    #: Of the adapter that was scored, of the live one, and the base's revision.
+    digest = models.CharField(max_length=64)
+    live_digest = models.CharField(max_length=64)
+    base_revision = models.CharField(max_length=64)
+    #: `contract.judging.cases_sha256` of the cases that were scored.
+    cases_sha256 = models.CharField(max_length=64)
+    #: [log-probability or null, tokens] of each case with an expected answer, in their order.
+    candidate = models.JSONField()
+    live = models.JSONField()
+
+    def __str__(self) -> str:
+        return f"scores of {self.version_id}"
 
 
 class GateDecision(TenantModel):

@@ -53,9 +53,11 @@ def evaluation_create(
     max_tokens: int = 256,
     seed: int = 0,
     created_by: User | None = None,
+    scored_in: uuid.UUID | None = None,
 ) -> Evaluation:
     """Have a suite's version run on a model: a version, alias or base model.
 
+    scored_in  the `BatchScores` that have the log-probabilities; None: workers are asked for them
     Raises ApiError: what the model's name may raise, InvalidRequest, RateLimited for too many.
     """
     if not 1 <= max_tokens <= MAX_TOKENS:
@@ -81,6 +83,7 @@ def evaluation_create(
             max_tokens=max_tokens,
             seed=seed,
             created_by=created_by,
+            scored_in=scored_in,
             lease_until=timezone.now() + QUEUE_LEASE,
         )
         after = {"model": model, "suite": str(suite_version)}

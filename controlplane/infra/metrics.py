@@ -100,6 +100,9 @@ EVALUATIONS_ENDED = Counter("lorikeet_evaluations_ended", "Evaluations that ende
 GATE_DECISIONS = Counter(
     "lorikeet_gate_decisions", "What the gate decided about new versions.", ("verdict",)
 )
+GATE_SCORES = Counter(
+    "lorikeet_gate_scores", "Gates by who scores their expected answers.", ("source",)
+)
 TRAINERS_LOST = Counter("lorikeet_trainers_lost", "Training runs queued again: their trainer died.")
 TRAINING_STATES = Counter(
     "lorikeet_training_states", "States of training runs sent to the store.", ("result",)
@@ -127,6 +130,7 @@ for _counter, _values in (
     (SCHEDULE_SLOTS, ("ran", "skipped", "missed", "succeeded", "failed")),
     (EVALUATIONS_ENDED, ("succeeded", "failed")),
     (GATE_DECISIONS, ("promote", "hold", "reject")),
+    (GATE_SCORES, ("batch", "workers")),
     (FEEDBACK, ("good", "bad", "corrected", "not_captured")),
     (PROBES, ("agreed", "rejected", "mismatch_live", "not_run")),
 ):

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
@@ -19,7 +20,7 @@ from contract.training import TrainJob
 from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import execution, picking
+from controlplane.training import execution, judging, picking
 from controlplane.training.batch_child import BatchChild
 from controlplane.training.kept_folders import folders_sweep
 from controlplane.training.models import TrainingRun
@@ -122,8 +123,13 @@ def _train_one(run: TrainingRun, child: BatchChild) -> None:
 
     try:
         with tenant_scope(run.tenant_id):
-            execution.run_train_kept(run, train, num_sharing=lambda: child.num_training)
+            execution.run_train_kept(run, train, lambda: child.num_training, _judge_folder)
     finally:
         if not has_come:
             child.leave()
         connection.close()
+
+
+def _judge_folder(run: TrainingRun, folder: Path) -> Path | None:
+    why_not = "a serving worker trains the batch" if settings.TRAINING_SOCKET else ""
+    return judging.judge_folder(run, folder, why_not)

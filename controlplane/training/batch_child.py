@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from contract.judging import MOST_S, MOST_WAIT_S
 from contract.training import TrainJob
 from controlplane.training.last_lines import for_tenant, last_lines
 from controlplane.training.trainer import (
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 CHECKPOINT_S = 45.0
 #: How long a run that is paused may take to write its state.
 SAVE_TIMEOUT_S = 20.0
+#: What a run's scores may take beside their passes, before its time is over.
+_SLACK_S = 60.0
 #: Events of a run that is trained once the batch has ended.
 _AFTER_THE_BATCH = ("alone", "later")
 Event = dict[str, Any]
@@ -282,6 +285,9 @@ class BatchChild:
                 continue
             if event is None:
                 raise self._ended()
+            if event.get("event") == "judging" and not told.is_judged:
+                told.is_judged = True  # it is trained: no reason to fail any more
+                ticks.allow_more(MOST_S + MOST_WAIT_S + _SLACK_S)
             reader(event)
             told.note(event)
         told.keep(folder)
@@ -307,10 +313,11 @@ def _await_end(events: queue.SimpleQueue[Event | None]) -> None:
 class _Told(Told):
     """What the child has told of one run.
 
-    is_done  whether its adapter is there
+    is_done    whether its adapter is there
+    is_judged  whether it is trained, and its adapter is scored before it is written
     """
 
-    is_done = False
+    is_done = is_judged = False
 
     def note(self, event: Event) -> None:
         """Take an event in. Raises TrainingFailed."""

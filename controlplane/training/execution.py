@@ -34,7 +34,7 @@ from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import contents, events, picking, sending, size
+from controlplane.training import contents, events, judging, picking, sending, size
 from controlplane.training.attempt import Attempt
 from controlplane.training.endings import Fault, run_abandon, run_finish, run_give_back
 from controlplane.training.kept_adapters import KeptAdapters
@@ -128,12 +128,16 @@ def training_run_execute(run_id: uuid.UUID) -> bool:
 
 
 def run_train_kept(
-    run: TrainingRun, trainer: Callable[..., None], num_sharing: Callable[[], int] = lambda: 1
+    run: TrainingRun,
+    trainer: Callable[..., None],
+    num_sharing: Callable[[], int] = lambda: 1,
+    judge_folder: Callable[[TrainingRun, Path], Path | None] = lambda run, folder: None,
 ) -> None:
     """Train a run that was claimed, from its saved state if it has one; publish it; note its end.
 
-    trainer      trains it, as `run_trainer` does
-    num_sharing  how many runs use the device now
+    trainer       trains it, as `run_trainer` does
+    num_sharing   how many runs use the device now
+    judge_folder  `judging.judge_folder`, if the trainer scores what it trains
     """
     with kept_folder(run.pk, run.attempts) as kept:
         state = SavedState(run, kept.path, num_sharing)
@@ -157,6 +161,8 @@ def run_train_kept(
             job = dataclasses.replace(
                 job, checkpoint=state.path, checkpoint_s=CHECKPOINT_S, kept_dir=adapters.path
             )
+            if not job.output_dir.exists():  # else it was trained already, by an earlier attempt
+                job = dataclasses.replace(job, judge_dir=judge_folder(run, kept.path))
             try:
                 trainer(job, folder, listen, lock=kept.lock, **kwargs)
                 adapters.publish_now()
@@ -340,6 +346,7 @@ def _publish(run: TrainingRun, folder: Path, attempt: Attempt) -> None:
     config_path, tensors_path = (folder / name for name in ADAPTER_FILES)
     sizes = {path.name: path.stat().st_size for path in (config_path, tensors_path)}
     version = with_retry(run, Status.RUNNING, lambda: _version_of(run, sizes, attempt))
+    judging.scores_keep(run, version, folder)  # before it is ready, when its gate begins
 
     def upload() -> None:
         uploaded = adapter_services.adapter_version_upload_files(

@@ -136,6 +136,10 @@ class Ticks:
         self._next = 0.0
         self._deadline = time.monotonic() + timeout_s
 
+    def allow_more(self, seconds: float) -> None:
+        """Move the end of its time."""
+        self._deadline += seconds
+
     def tell_if_due(self, progress: dict[str, Any]) -> float:
         """Tell it, if it is time to. -> the seconds until the next time.
 

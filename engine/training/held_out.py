@@ -50,6 +50,15 @@ def held_out_losses(
     The rows of many adapters share a pass. `pool_elements` of the model's type hold the adapters
     that are under way. Raises RunRefused for an adapter or rows that do not fit the base.
     """
+    passes = held_out_passes(model, judged, token_budget=token_budget, pool_elements=pool_elements)
+    for ended in passes:
+        yield from ended
+
+
+def held_out_passes(
+    model: TrainingModel, judged: Iterable[Judged], *, token_budget: int, pool_elements: int
+) -> Iterator[list[HeldOutLoss]]:
+    """`held_out_losses` a pass at a time, for who does other work between two: those that ended."""
     group: list[_Adapter] = []
     first = 0
     for each in judged:
@@ -90,7 +99,7 @@ class _Adapter:
 
 def _judge(
     model: TrainingModel, group: Sequence[_Adapter], size: int, budget: int
-) -> Iterator[HeldOutLoss]:
+) -> Iterator[list[HeldOutLoss]]:
     values = torch.zeros(max(size, SPAN), dtype=model.dtype, device=model.device)
     pools = Pools(values, values, values, values, values)  # nothing but `values` is read
     for adapter in group:
@@ -104,11 +113,14 @@ def _judge(
         sites = tables.of([(adapter.layout, adapter.span) for adapter in chosen])
         losses = model.token_losses(batch, sites, pools).cpu()
         parts = torch.split(losses, batch.answer_counts.tolist())
+        ended = []
         for adapter, part in zip(chosen, parts, strict=True):
             adapter.losses.append(part)
             if not adapter.pieces:
                 left.remove(adapter)
-                yield HeldOutLoss(name=adapter.judged.name, token_losses=torch.cat(adapter.losses))
+                token_losses = torch.cat(adapter.losses)
+                ended.append(HeldOutLoss(name=adapter.judged.name, token_losses=token_losses))
+        yield ended
 
 
 def _fill(left: Sequence[_Adapter], budget: int) -> list[_Adapter]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import uuid
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from contract import judging
+from contract.judging import BatchScores, Given
+from contract.training import Hyperparameters, TrainJob
+from controlplane.evaluations.batch_scores import answer_of
+from controlplane.evaluations.models import Case
 from tests.conformance.conftest import Served
 from tests.fakes import FAKE_NAME
 from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, write_tiny_base
@@ -78,6 +84,75 @@ def test_expected_answers_are_scored_as_transformers_does(
     assert result["num_tokens"] == num_tokens
     assert result["logprob"] == pytest.approx(logprob, abs=1e-3)
     assert result["scores"] == [] and result["score"] is None
+
+
+#: A system's message, a turn before, words that spell a special token, blanks at the ends.
+CHATS = (
+    ([("user", QUESTION)], ANSWER),
+    (
+        [("system", "Be kind."), ("user", "hello"), ("assistant", "world\n"), ("user", "?")],
+        "fine\n",
+    ),
+    ([("developer", "<|im_end|>"), ("user", "I’m ☃ <|im_start|>user\n")], " <|im_end|>\n\n"),
+    ([("user", "x " * 300)], "hello world, how are you? {json: 12} " * 4),
+)
+
+
+def test_a_batch_scores_what_workers_score(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same tokens, and log-probabilities within rounding: of adapters that change nothing."""
+    cases = [
+        {"messages": [{"role": role, "content": text} for role, text in chat], "expected": answer}
+        for chat, answer in CHATS
+    ]
+    call(served, "POST", "suites/both/versions", cases=cases)
+    _, results = evaluated(served, ROOMY_NAME, "both")
+    scores = in_a_batch(tmp_path_factory.mktemp("batch"), cases)
+    assert [row["num_tokens"] for row in results] == [num for _, num in scores.candidate]
+    logprobs = pytest.approx([row["logprob"] for row in results], abs=1e-3)
+    assert [logprob for logprob, _ in scores.candidate] == logprobs
+    assert [logprob for logprob, _ in scores.live] == logprobs
+
+
+def in_a_batch(folder: Path, cases: list[Any]) -> BatchScores:
+    """What the child of a batch makes of cases, as `GateJudge` gives them."""
+    import torch
+
+    from engine.model.config import ModelConfig
+    from engine.model.weights import load_weights
+    from engine.training.model import TrainingModel
+    from engine.training.parameters import AdapterLayout
+    from worker.batch_training.disk import save_peft
+    from worker.batch_training.jobs import NamedJob, settings_of
+    from worker.batch_training.judging import CaseJudge
+    from worker.text.codec import TextCodec
+
+    base = write_tiny_base(folder / ROOMY_NAME, name=ROOMY_NAME, context=ROOMY_CONTEXT)
+    hyper = Hyperparameters(rank=2)
+    config = ModelConfig.from_folder(base)
+    layout = AdapterLayout(config, settings_of(hyper))
+    nothing = layout.tensors(torch.zeros(layout.size))
+    given = Given(suite_version=str(uuid.uuid4()), live_digest="a" * 64, base_revision="0")
+    judging.write_cases(folder, given, [answer_of(Case(**case)) for case in cases])
+    save_peft(nothing, hyper, folder)
+    job = TrainJob(
+        base_model_dir=base,
+        dataset=folder / "none",
+        output_dir=folder / "none",
+        hyperparameters=hyper,
+        judge_dir=folder,
+    )
+    weights = load_weights(base, config, "cpu", torch.float32)
+    judge = CaseJudge(TrainingModel(config, weights), TextCodec(base), 512)
+    judge.add(NamedJob("run", job), nothing)
+    while (scored := judge.step(may_wait=True)) is None:
+        pass
+    judge.close()
+    scored.write(folder)
+    found = judging.read_scores(folder)
+    assert isinstance(found, BatchScores), found
+    return found
 
 
 def reference(folder: Path) -> tuple[float, int]:

@@ -15,6 +15,7 @@ from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, p
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
+from worker.batch_training.judging import CaseJudge
 from worker.text.codec import TextCodec
 from worker.training.loop import limit_gpu_memory, load_codec, training_dtype
 
@@ -37,8 +38,11 @@ def _host_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpenBase:
+    """judge  scores adapters over the same weights, as many tokens a pass as the trainer takes"""
+
     trainer: BatchTrainer
     codec: TextCodec
+    judge: CaseJudge
 
 
 def open_base(
@@ -93,4 +97,4 @@ def open_base(
         runs_a_pass=1 if device == "cpu" else None,
         pool_elements=plan.pool_elements,
     )
-    return OpenBase(BatchTrainer(model, settings), codec)
+    return OpenBase(BatchTrainer(model, settings), codec, CaseJudge(model, codec, budget))

@@ -25,6 +25,7 @@ from engine.training.run import RunRequest
 from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
+from worker.batch_training.judging import CaseJudge, RunScores
 from worker.text.codec import TextCodec
 from worker.train import Stopped
 from worker.training.adapter_folder import base_name, write_adapter
@@ -73,10 +74,20 @@ class _Run:
     saved_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A run whose adapter is there, and `done`, the fields of its event."""
+
+    named: NamedJob
+    adapter: Mapping[str, torch.Tensor]
+    done: dict[str, Any]
+
+
 class BatchTraining:
     """Trains jobs of one base in one batch.
 
     checkpoint_s  a run's checkpoint is older than this only while another's is being written
+    judge         scores the adapters of jobs with a `judge_dir`; None: nothing does
     failures      jobs that ended with an error of their own
     left_over     jobs that the trainer has no room for, whoever else ends
     """
@@ -88,7 +99,10 @@ class BatchTraining:
         folder: CheckpointFolder,
         emit: Emit,
         checkpoint_s: float,
+        judge: CaseJudge | None = None,
     ) -> None:
+        self._judge = judge
+        self._unjudged: dict[str, _Ended] = {}
         self._trainer, self._codec = trainer, codec
         self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
         self._runs: dict[str, _Run] = {}
@@ -113,14 +127,18 @@ class BatchTraining:
         try:
             self._train(deque(jobs), reader, more or NoMoreJobs())
         except Stopped:
+            self._judge_no_more()
             self._say_done(wait=True)
             self._save_all()
             raise
         except BrokenPipeError:
+            self._judge_no_more()
             self._save_all()
             raise
         finally:
             reader.shutdown(cancel_futures=True)
+            if self._judge is not None:
+                self._judge.close()
             self._writer.shutdown()
 
     @property
@@ -147,7 +165,7 @@ class BatchTraining:
             if self._is_stopped:
                 raise Stopped
             left.extend(more.take())
-            if not (left or ahead or self._trainer.has_work):
+            if not (left or ahead or self._has_work):
                 self._say_done(wait=True)
                 self._finish_writing()
                 if self.left_over or not more.may_come:
@@ -158,18 +176,44 @@ class BatchTraining:
                 job = left.popleft()
                 ahead.append((job, reader.submit(prepare, job, self._codec)))
             # Rows are waited for only when there is nothing else to do.
-            while ahead and (ahead[0][1].done() or not self._trainer.has_work):
+            while ahead and (ahead[0][1].done() or not self._has_work):
                 self._add(*ahead.popleft())
-            for name in list(self._cancelled):  # a copy: another thread adds to it
-                if name in self._runs:
-                    if name in self._paused:
-                        self._save(name)
-                    self._trainer.cancel(name)
+            self._cancel()
             self._step_began = time.monotonic()
             for event in self._trainer.step():
                 self._report(event)
+            self._judge_some()
             self._say_done()
             self._save_the_oldest()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._trainer.has_work or bool(self._unjudged)
+
+    def _cancel(self) -> None:
+        """Drop the runs that are to end."""
+        for name in list(self._cancelled):  # a copy: another thread adds to it
+            if name in self._runs:
+                if name in self._paused:
+                    self._save(name)
+                self._trainer.cancel(name)
+            elif name in self._unjudged:
+                self._judge_no_more(name)
+
+    def _judge_some(self) -> None:
+        """Score some cases of a run that has ended, after a step of those that have not."""
+        if self._judge is not None and self._unjudged:
+            scores = self._judge.step(may_wait=not self._trainer.has_work)
+            if scores is not None:
+                self._finish(self._unjudged.pop(scores.name), scores)
+
+    def _judge_no_more(self, *names: str) -> None:
+        """Have these adapters, or all, written without scores."""
+        for name in names or list(self._unjudged):
+            if self._judge is not None:
+                self._judge.drop(name)
+            scores = RunScores(name, None, "the batch was stopped, or the run")
+            self._finish(self._unjudged.pop(name), scores)
 
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
@@ -269,17 +313,31 @@ class BatchTraining:
             **_figures(best_step=event.best_step, best_loss=event.best_loss),
             "seconds": round(time.monotonic() - run.began, 1),
         }
-        written = self._writer.submit(self._write, run.prepared.named, event.adapter, done)
-        self._finishing.append((name, done, written))
+        ended = _Ended(run.prepared.named, event.adapter, done)
+        if job.judge_dir is None:
+            self._finish(ended)
+        elif self._judge is None:
+            self._finish(ended, RunScores(name, None, "a serving worker trained the batch"))
+        else:
+            # Before its adapter is there, so that whoever finds that finds the scores, too.
+            self._unjudged[name] = ended
+            self._emit(name, "judging")
+            self._judge.add(ended.named, ended.adapter)
 
-    def _write(
-        self, named: NamedJob, adapter: Mapping[str, torch.Tensor], done: dict[str, Any]
-    ) -> None:
-        """Write a finished run's adapter, in the writer's thread."""
-        self._folder.save_result(named.name, done)
-        job = named.job
-        save = functools.partial(save_peft, adapter, job.hyperparameters)
-        write_adapter(save, base_name(job), job.output_dir)
+    def _finish(self, ended: _Ended, scores: RunScores | None = None) -> None:
+        """Begin to write a finished run's adapter."""
+        written = self._writer.submit(self._write, ended, scores)
+        self._finishing.append((ended.named.name, ended.done, written))
+
+    def _write(self, ended: _Ended, scores: RunScores | None) -> None:
+        """Write a finished run's adapter, with its scores, in the writer's thread."""
+        job = ended.named.job
+        self._folder.save_result(ended.named.name, ended.done)
+        save = functools.partial(save_peft, ended.adapter, job.hyperparameters)
+        if scores is None:
+            write_adapter(save, base_name(job), job.output_dir)
+        else:
+            write_adapter(save, base_name(job), job.output_dir, scores.write)
 
     def _say_done(self, wait: bool = False) -> None:
         """Report the runs whose adapters are written; with `wait`, all that have finished."""

@@ -14,9 +14,15 @@ from contract.training import TrainJob
 from worker.base_model import MANIFEST
 
 
-def write_adapter(save: Callable[[Path], Any], base: str, output_dir: Path) -> None:
+def write_adapter(
+    save: Callable[[Path], Any],
+    base: str,
+    output_dir: Path,
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Make the adapter's folder, whole or not at all: `save` writes PEFT's two files into it.
 
+    finish  adds what is of the two files as they stay
     Lists in the config are sorted: PEFT writes sets in an order that changes with every process,
     and the config is part of the adapter's digest.
     """
@@ -30,6 +36,7 @@ def write_adapter(save: Callable[[Path], Any], base: str, output_dir: Path) -> N
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(text)
         (staging / "README.md").unlink(missing_ok=True)
+        finish(staging)
         staging.chmod(0o755)
         staging.rename(output_dir)
     finally:

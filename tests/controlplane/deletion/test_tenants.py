@@ -32,7 +32,7 @@ from controlplane.deletion import execution, steps, tasks
 from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.traces import tenant_traces
 from controlplane.evaluations import suites
-from controlplane.evaluations.models import Evaluation, GateDecision, Judge, Result
+from controlplane.evaluations.models import BatchScores, Evaluation, GateDecision, Judge, Result
 from controlplane.files import services as files
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.infra import storage
@@ -185,6 +185,9 @@ def _furnish_evaluations(run: TrainingRun) -> None:
     Result.objects.create(evaluation=evaluation, case=made.cases.get())
     version = run.adapter.versions.get(number=1)
     GateDecision.objects.create(version=version, suite_version=made, candidate=evaluation)
+    BatchScores.objects.create(
+        version=version, suite_version=made, candidate=[[-1.0, 1]], live=[[-2.0, 1]]
+    )
     Judge.objects.create(name="strict", url="https://example.com/v1", model="m")
 
 

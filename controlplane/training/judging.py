@@ -1,0 +1,92 @@
+"""What a run's batch scores its new adapter by, and the scores: the side of the training.
+
+Rooms above this one say what is to be scored (`JUDGES`). The child reads it in the run's own
+folder, and writes the scores beside the run's adapter (`contract.judging`); nothing of a run lies
+in another's folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from contract.judging import BadJudgingFile, BatchScores, read_scores
+from controlplane.adapters.models import AdapterVersion
+from controlplane.infra import storage
+from controlplane.training import events
+from controlplane.training.lease import with_retry
+from controlplane.training.models import TrainingRun
+
+_FOLDER = "judge"
+Status = TrainingRun.Status
+
+
+class Judge(Protocol):
+    """What a room above this one does; it may be repeated, and raises what the stores raise."""
+
+    def wants(self, run: TrainingRun) -> bool:
+        """Whether the run's new version is to be scored."""
+
+    def give(self, run: TrainingRun, folder: Path) -> None:
+        """Write what it is scored by. Raises NothingGiven, storage.ObjectMissing."""
+
+    def take(self, run: TrainingRun, version: AdapterVersion, scores: BatchScores) -> str:
+        """Keep the scores of the version. -> why not; "": they are kept."""
+
+
+class NothingGiven(Exception):
+    """Nothing can be scored; the message is for the run's owner."""
+
+
+JUDGES: list[Judge] = []
+
+
+def judge_folder(run: TrainingRun, folder: Path, why_not: str = "") -> Path | None:
+    """Write what the run's adapter is scored by, in the run's folder; None: nothing scores it.
+
+    why_not  what trains the run scores nothing, for this reason; "": it does
+    """
+    path = folder / _FOLDER
+    shutil.rmtree(path, ignore_errors=True)
+    for judge in JUDGES:
+        if not with_retry(run, Status.RUNNING, functools.partial(judge.wants, run)):
+            continue
+        try:
+            if why_not:
+                raise NothingGiven(why_not)
+            path.mkdir()
+            with_retry(run, Status.RUNNING, functools.partial(judge.give, run, path))
+        except NothingGiven as error:
+            _note(run, Status.RUNNING, str(error))
+        except storage.ObjectMissing:
+            _note(run, Status.RUNNING, "the files of the live version are gone")
+        else:
+            return path
+        shutil.rmtree(path, ignore_errors=True)
+    return None
+
+
+def scores_keep(run: TrainingRun, version: AdapterVersion, output: Path) -> None:
+    """Keep the scores that lie beside the adapter of a version, if it was to be scored."""
+    why_not = ""
+    try:
+        found = read_scores(output)
+    except (BadJudgingFile, OSError) as error:
+        found = f"the trainer's scores cannot be read: {error}"
+    if found is None and (output.parent / _FOLDER).is_dir():
+        found = "the run was trained by itself"
+    if isinstance(found, BatchScores):
+        for judge in JUDGES:
+            take = functools.partial(judge.take, run, version, found)
+            why_not = with_retry(run, Status.PUBLISHING, take)
+    elif found is not None:
+        why_not = found
+    if why_not:
+        _note(run, Status.PUBLISHING, why_not)
+
+
+def _note(run: TrainingRun, status: TrainingRun.Status, why_not: str) -> None:
+    message = f"The batch scored no expected answers, so the gate asks serving workers: {why_not}"
+    with_retry(run, status, lambda: events.event_add(run, message))
