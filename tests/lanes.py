@@ -74,6 +74,8 @@ SLOW = (
     "engine/test_footprint.py",
     "worker/training/test_train_families.py",
     "controlplane/training/test_bounds.py",
+    "controlplane/training/test_judged.py",
+    "controlplane/evaluations/test_batch_scores.py",
     "worker/grammar/test_grammars.py",
     "engine/execution/test_arena.py",
     "engine/execution/test_gpu_families.py",

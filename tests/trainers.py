@@ -112,11 +112,30 @@ def start_trainer(
     )
 
 
+#: What a fork runs where Python would; anything else is Python's.
+WARM = ("worker.train", "worker.train_many", "worker.inspect_adapter", "worker.dataset_report")
+#: In each Python process that finds it: what its children are started with.
+_SITE = """
+import sys
+if "celery" in sys.orig_argv:
+    sys.executable = {python!r}
+"""
+
+
 def warm_python(folder: Path) -> Path:
-    """Make a program that runs what Python would, as a fork of what has imported it."""
+    """Make a program that runs what Python would, and what is in WARM as a warm fork."""
     python = folder / "python"
     client = ROOT / "tests" / "warm_client.py"
-    command = f'"{sys.executable}" -S "{client}" {warm_trainers.address}'
-    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    warm = f'exec "{sys.executable}" -S "{client}" {warm_trainers.address} "$@"'
+    cold = f'exec "{sys.executable}" "$@"'
+    python.write_text(f'#!/bin/sh\ncase "$2" in\n{"|".join(WARM)}) {warm};;\n*) {cold};;\nesac\n')
     python.chmod(0o755)
     return python
+
+
+def warm_site(folder: Path) -> Path:
+    """Make a folder for PYTHONPATH, by which Celery's processes start their children warm."""
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE.format(python=str(warm_python(folder))))
+    return site

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from demo import seed
+from demo.commands import Commands
 from demo.platform import Platform, environment
 from demo.stack import EmbeddedStack
 from demo.state import DemoState
@@ -19,6 +20,7 @@ from tests.database import migrated_database, operator_url
 from tests.e2e.adapters import lora_tensors, write_adapter
 from tests.e2e.system import System, read_base_config
 from tests.short_base import short_base
+from tests.trainers import warm_site
 from worker.base_model import PACKAGED_MODEL, packaged_model
 
 BASE_MODELS = seed.ROOT / ".cache" / "base"
@@ -40,7 +42,11 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
     env = environment(
         stack.env | own, folder=folder, base_url=state.base_url, base_model_dir=base_model_dir
     )
-    seed.migrate(env)
+    with Commands(env) as commands:  # its database is migrated
+        commands.run("collectstatic", "--no-input", "--verbosity=0")
+    # What trains, inspects and reports is a fork, but in the long tests.
+    if not is_whole:
+        env["PYTHONPATH"] = str(warm_site(folder))
     seed.seed(env, state, base_model_dir)
     if os.environ.get("LORIKEET_TEST_DEVICE") == "cuda":  # see test_card
         env |= {"LORIKEET_DEVICE": "cuda", "LORIKEET_TRAINER_GPU_SHARE": "0.2"}

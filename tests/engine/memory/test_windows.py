@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +32,24 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(base: Path, adapter: Path | None, tokens: list[int], num_tokens: int) -> list[int]:
+    return list(_greedy(base, adapter, tuple(tokens), num_tokens))
+
+
+@functools.cache
+def _model(base: Path, adapter: Path | None) -> Any:
     model = load_base(base)
     if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter).eval()
-    out = model.generate(
+    return model
+
+
+@functools.cache
+def _greedy(
+    base: Path, adapter: Path | None, tokens: tuple[int, ...], num_tokens: int
+) -> list[int]:
+    out = _model(base, adapter).generate(
         input_ids=torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
         max_new_tokens=num_tokens,

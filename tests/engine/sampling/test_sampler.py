@@ -17,6 +17,7 @@ from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Oracle, prompt, request, run
 
 PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
+AT_ONCE = 50
 SHUFFLE = [3, 0, 4, 1, 2]  # token id of each rank
 
 
@@ -28,16 +29,20 @@ def logits(vocab_size: int = 5) -> torch.Tensor:
 
 
 def draw(count: int, vocab_size: int = 5, **sampling: Any) -> Counter[int]:
-    """How often each rank is drawn."""
+    """How often each rank is drawn, by requests with seeds of their own."""
     sampler = Sampler(vocab_size=vocab_size, device="cpu")
-    params = SamplingParams(seed=1, **sampling)
-    sequence = Sequence(Request(request_id="r", token_ids=[0], sampling=params), 0)
-    sampler.add(sequence)
+    sequences = []
+    for seed in range(AT_ONCE):
+        params = SamplingParams(seed=seed, **sampling)
+        asked = Request(request_id=str(seed), token_ids=[0], sampling=params)
+        sequences.append(Sequence(asked, 0))
+        sampler.add(sequences[-1])
+    rows = logits(vocab_size).expand(AT_ONCE, -1)
     found: Counter[int] = Counter()
-    for _ in range(count):
-        (sampled,) = sampler.choose(logits(vocab_size).unsqueeze(0), [sequence], None)
-        sequence.token_ids.append(sampled.token_id)  # each token has a number of its own
-        found[SHUFFLE.index(sampled.token_id)] += 1
+    for _ in range(count // AT_ONCE):
+        for sequence, sampled in zip(sequences, sampler.choose(rows, sequences, None), strict=True):
+            sequence.token_ids.append(sampled.token_id)  # each token has a number of its own
+            found[SHUFFLE.index(sampled.token_id)] += 1
     return found
 
 
@@ -76,7 +81,7 @@ def test_draws_follow_the_distribution(
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-9}])
 def test_greedy(sampling: dict[str, Any]) -> None:
-    assert draw(20, **sampling) == {0: 20}
+    assert draw(AT_ONCE, **sampling) == {0: AT_ONCE}
 
 
 def adjusted(

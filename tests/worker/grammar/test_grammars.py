@@ -208,7 +208,7 @@ async def test_a_check_that_takes_long_is_given_up(grammars: GrammarService) -> 
 async def test_a_deep_answer_is_checked(grammars: GrammarService) -> None:
     inner = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     schema = json.dumps({"type": "object", "properties": {"a": inner}, "required": ["a"]})
-    deep, deeper = ('{"a":' * depth + "%s" + "}" * depth for depth in (1000, 5000))
+    deep, deeper = ('{"a":' * depth + "%s" + "}" * depth for depth in (400, 5000))
     assert await grammars.problem_of(schema, deep % "null", "t") is None
     assert "at /a: " in (await grammars.problem_of(schema, deep % "5", "t") or "")
     assert "too deeply" in (await grammars.problem_of(schema, deeper % "null", "t") or "")
