@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.system import System, until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
 NAMES = (
     "Alice", "Boris", "Chen", "Dora", "Emil", "Fatima", "Georg", "Hana", "Igor", "Julia", "Karim",
