@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from tests.warm_start import can_trainer_be_warm, warm_trainers
+from tests.warm_start import TRAINERS, can_trainer_be_warm, warm_trainers
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,7 +113,7 @@ def start_trainer(
 
 
 #: What a fork runs where Python would; anything else is Python's.
-WARM = ("worker.train", "worker.train_many", "worker.inspect_adapter", "worker.dataset_report")
+WARM = (*TRAINERS, "worker.inspect_adapter", "worker.dataset_report")
 #: In each Python process that finds it: what its children are started with.
 _SITE = """
 import sys

@@ -31,7 +31,7 @@ from tests.short_base import short_base
 
 ROOT = Path(__file__).parent.parent.parent
 EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
-#: The first has no window, and takes half of a processor's time.
+#: The first has no window, and uses a third of the processor time.
 CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser")
 CHROMIUM_FLAGS = [
     "--no-sandbox",

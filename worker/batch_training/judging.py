@@ -44,7 +44,6 @@ from worker.text.chat_rendering import render_chat
 from worker.text.codec import PromptError, TextCodec
 
 _NEW, _LIVE = "new", "live"
-_PIECE_BYTES = 1 << 20
 
 
 class NotScored(Exception):
@@ -287,9 +286,7 @@ def _scores(work: _Work, losses: torch.Tensor) -> tuple[Score, ...]:
 def _digest(folder: Path, base_revision: str) -> str:
     """Return the digest that the platform will give the adapter in a folder."""
     config = (folder / peft_config.FILE).read_bytes()
-    digest = hashlib.sha256()
     with (folder / safetensors_header.FILE).open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+        tensors_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     raw = peft_config.load_json(config, peft_config.ENGINE_LIMITS.max_bytes)
-    return adapter_digest_of(raw, digest.hexdigest(), base_revision)
+    return adapter_digest_of(raw, tensors_sha256, base_revision)
