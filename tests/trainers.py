@@ -128,7 +128,9 @@ def warm_python(folder: Path) -> Path:
     client = ROOT / "tests" / "warm_client.py"
     warm = f'exec "{sys.executable}" -S "{client}" {warm_trainers.address} "$@"'
     cold = f'exec "{sys.executable}" "$@"'
-    python.write_text(f'#!/bin/sh\ncase "$2" in\n{"|".join(WARM)}) {warm};;\n*) {cold};;\nesac\n')
+    python.write_text(
+        f'#!/bin/sh\nunset PWD\ncase "$2" in\n{"|".join(WARM)}) {warm};;\n*) {cold};;\nesac\n'
+    )
     python.chmod(0o755)
     return python
 

@@ -92,7 +92,9 @@ def dataset(in_acme: Party) -> Dataset:
 def use_quick_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run `quick_trainer` where a run's child is started."""
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{quick_trainer.__file__}" "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nunset PWD\nexec "{sys.executable}" -S "{quick_trainer.__file__}" "$@"\n'
+    )
     python.chmod(0o755)
     use_python(python, monkeypatch)
 
