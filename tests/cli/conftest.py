@@ -28,7 +28,7 @@ def serve() -> Iterator[Callable[[Handler], str]]:
 
     def start(handler: Handler) -> str:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _request_handler(handler))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_address[1]}"
 

@@ -3,7 +3,6 @@ stranger."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +12,9 @@ from django.test import Client
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import BaseModel
-from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, services
-from controlplane.tenants.models import ApiKey, Role, Tenant, User
-
-PASSWORD = "a long enough passphrase"
+from controlplane.tenants.models import User
+from tests.controlplane.parties import PASSWORD, Party, make_party
 
 #: A Llama small enough to make adapters for in no time.
 TINY_CONFIG = {
@@ -31,34 +28,6 @@ TINY_CONFIG = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Party:
-    """A tenant with a person of each kind the tests need, and a key."""
-
-    tenant: Tenant
-    owner: User
-    viewer: User
-    api_key: ApiKey
-    key_text: str
-
-    @property
-    def header(self) -> str:
-        return f"Bearer {self.key_text}"
-
-
-def make_party(slug: str) -> Party:
-    tenant = services.tenant_create(slug=slug, name=slug.title())
-    with tenant_scope(tenant.id):
-        owner = services.member_add(
-            email=f"owner@{slug}.example", role=Role.OWNER, password=PASSWORD
-        )
-        viewer = services.member_add(
-            email=f"viewer@{slug}.example", role=Role.VIEWER, password=PASSWORD
-        )
-        api_key, key_text = services.api_key_create(name="tests")
-    return Party(tenant, owner.user, viewer.user, api_key, key_text)
 
 
 def make_operator(email: str = "op@example.com") -> User:
