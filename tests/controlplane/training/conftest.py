@@ -21,18 +21,19 @@ from tests.controlplane.training import quick_trainer
 from tests.tiny_base import TINY_NAME, TINY_REVISION, write_tiny_base
 from tests.trainers import warm_python
 
-ROWS = b"".join(
-    json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"hello {number}"},
-                {"role": "assistant", "content": "world"},
-            ]
-        }
-    ).encode()
-    + b"\n"
-    for number in range(8)
-)
+
+def chat_rows(number: int) -> bytes:
+    """So many rows, none of them twice."""
+    messages = [
+        [{"role": "user", "content": f"hello {at}"}, {"role": "assistant", "content": "world"}]
+        for at in range(number)
+    ]
+    return b"".join(json.dumps({"messages": row}).encode() + b"\n" for row in messages)
+
+
+ROWS = chat_rows(8)
+#: So many that whatever a tenant's salt is, a share of them leaves enough on both sides.
+SHARED_ROWS = chat_rows(40)
 FAST = {"rank": 4, "alpha": 8, "max_steps": 2, "batch_size": 4, "max_length": 64}
 
 

@@ -31,7 +31,7 @@ from controlplane.training import (
 from controlplane.training.models import TrainingRun
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
-from tests.controlplane.training.conftest import FAST, ROWS
+from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS
 from tests.controlplane.training.test_execution import (
     check_that_it_has_no_secret,
     trainers,
@@ -150,7 +150,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
 ) -> None:
     """As often as the platform looks; the others go on, in the one child."""
     monkeypatch.setattr(execution, "TICK_S", TICK_S)
-    first = make_run(acme, max_steps=ENDLESS)
+    first = make_run(acme, SHARED_ROWS, max_steps=ENDLESS)
     thread = night()
     wait_for(lambda: step_of(first) > 0)
     [child] = trainers()

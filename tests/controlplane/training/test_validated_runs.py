@@ -16,7 +16,7 @@ from controlplane.training import execution, services, tasks
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.console.conftest import browser_of
-from tests.controlplane.training.conftest import FAST, ROWS
+from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS
 from tests.controlplane.training.test_contents import grow_old, is_there
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -46,14 +46,13 @@ def execute(run: TrainingRun) -> TrainingRun:
     return run
 
 
-def test_a_run_keeps_a_share_back_and_shows_both_curves(
-    adapter: Adapter, dataset: Dataset, in_acme: Party
-) -> None:
+def test_a_run_keeps_a_share_back_and_shows_both_curves(adapter: Adapter, in_acme: Party) -> None:
+    services.dataset_upload(name="chats", content=SHARED_ROWS)
     run = execute(make_run(validation_share=0.5, max_steps=4, eval_steps=1))
     assert (run.status, run.error) == ("succeeded", "")
     progress = run.progress
-    assert progress["rows"] + progress["validation_rows"] == 8
-    assert 0 < progress["validation_rows"] < 8
+    assert progress["rows"] + progress["validation_rows"] == 40
+    assert 0 < progress["validation_rows"] < 40
     assert [step for step, _ in progress["validation_losses"]] == [1, 2, 3, 4]
     losses = dict(progress["validation_losses"])
     assert losses[progress["best_step"]] == progress["best_loss"] == min(losses.values())
