@@ -20,15 +20,14 @@ from tests.engine.games import Score, play
 #: Games that found something, and what. Each kind of model is played, both in turn and ahead.
 FOUND = {
     102: "an adapter that came back was read where it had been",
-    106: "the same, of another model",
     114: "a request waited for ever for room that a pinned prefix had",
-    135: "the same, of another model",
     202: "a request waited for ever for a disk that did not answer",
-    219: "the same, of another model",
     232: "memory outside of the host's slab was counted as room in it",
     1023089590: "room was made for an adapter but for its tail, whose shared page went meanwhile",
     3578828988: "who ran while a blend's last part was copied took the others' pages, for ever",
 }
+#: What found the same in another model.
+FOUND_AGAIN = (106, 135, 219)
 NUM_GAMES = 400
 LIMIT_S = 900
 
@@ -75,6 +74,11 @@ def test_known_games(worlds: list[World], tmp_path: Path) -> None:
         "length", "stop", "cancelled",
         "AdapterUnavailable", "DeadlineExceeded", "DeadlineUnreachable", "OutOfPages",
     }  # fmt: skip
+
+
+@pytest.mark.long
+def test_known_games_of_other_models(worlds: list[World], tmp_path: Path) -> None:
+    play_all(FOUND_AGAIN, worlds, tmp_path)
 
 
 def test_games_in_which_adapters_are_pinned(worlds: list[World], tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ from tests.schema_cases import CHECKED, ENFORCED
 
 pytest.importorskip("outlines")  # GPU machines do not have it
 
-CASES = {**ENFORCED, **CHECKED}
+#: Without one of a step so large that its automaton takes 8 s: `controlplane.schemas` drops those.
+CASES = ENFORCED | {
+    f"{name}, checked": case for name, case in CHECKED.items() if name != "multipleOf"
+}
 #: A prompt in which the answer's text stands, so that lookup finds something.
 COPIED = [
     ord(character) - 33  # as the tiny model's tokenizer has it
