@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib.util
 import os
@@ -45,6 +46,12 @@ LANES_STATUS = pytest.StashKey[int]()
 HAS_SERVERS = all(importlib.util.find_spec(name) for name in NEEDED)
 
 if HAS_SERVERS:
+    import httpx
+    from httpx._transports import default as httpx_transports
+
+    # A client reads the machine's certificates, 40 ms of a processor; tests make thousands of them.
+    vars(httpx_transports)["create_ssl_context"] = functools.cache(httpx.create_ssl_context)
+
     from demo.processes import recorded_process, stop_leftover, write_pid_file
     from demo.stack import EmbeddedStack
     from tests.live import live  # noqa: F401  (a fixture)

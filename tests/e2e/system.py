@@ -83,12 +83,16 @@ class System:
 
 
 def until(probe: Callable[[], T | None], what: str, timeout_s: float = 20) -> T:
-    """The first value of `probe` that is neither None nor false."""
-    give_up_at = time.monotonic() + timeout_s
+    """The first value of `probe` that is neither None nor false.
+
+    What takes long is asked for less and less often, as each answer takes time of a processor.
+    """
+    give_up_at, pause_s = time.monotonic() + timeout_s, 0.05
     while time.monotonic() < give_up_at:
         if value := probe():
             return value
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.05 * pause_s, 0.5)
     raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
