@@ -223,3 +223,17 @@ def other_stack(stack: Stack, folder: Path, name: str) -> Iterator[Stack]:
         yield other
     finally:
         other.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)
+
+
+def start_run(client: Client, adapter: str, *, max_steps: int) -> str:
+    """Train on rows of the demo's -> the run's address."""
+    rows = (ROOT / "demo" / "data" / "acme.jsonl").read_bytes().splitlines()[:8]
+    client.call(
+        *("POST", "/api/v1/datasets"),
+        params={"name": "invoices"},
+        content=b"\n".join(rows) + b"\n",
+        headers={"Content-Type": "application/jsonl"},
+    )
+    hyper = {"rank": 4, "max_steps": max_steps, "batch_size": 2, "max_length": 512}
+    body = {"adapter": adapter, "dataset": "invoices", "hyperparameters": hyper}
+    return f"/api/v1/training-runs/{client.call('POST', '/api/v1/training-runs', json=body)['id']}"

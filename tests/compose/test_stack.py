@@ -21,7 +21,7 @@ import pytest
 from demo.ask import INVOICE_SCHEMA
 from deploy import init
 from tests.compose.docker import docker, inspect
-from tests.compose.stack import BASE, Client, Stack, other_stack, wait_until
+from tests.compose.stack import BASE, Client, Stack, other_stack, start_run, wait_until
 from tests.compose.standins import ROOT
 from tests.e2e.adapters import lora_tensors, write_adapter
 
@@ -149,16 +149,7 @@ def test_an_adapter_is_uploaded_from_outside_and_answers(
 
 def train(client: Client, adapter: str) -> dict[str, Any]:
     """Two steps on the demo's rows; the run when it has ended."""
-    rows = (ROOT / "demo" / "data" / "acme.jsonl").read_bytes().splitlines()[:8]
-    client.call(
-        *("POST", "/api/v1/datasets"),
-        params={"name": "invoices"},
-        content=b"\n".join(rows) + b"\n",
-        headers={"Content-Type": "application/jsonl"},
-    )
-    hyper = {"rank": 4, "max_steps": 2, "batch_size": 2, "max_length": 512}
-    body = {"adapter": adapter, "dataset": "invoices", "hyperparameters": hyper}
-    path = f"/api/v1/training-runs/{client.call('POST', '/api/v1/training-runs', json=body)['id']}"
+    path = start_run(client, adapter, max_steps=2)
     ended = {"succeeded", "failed", "cancelled"}
     wait_until(
         lambda: client.call("GET", path)["status"] in ended,
