@@ -13,6 +13,7 @@ import json
 import re
 from typing import Any
 
+from contract.strict_json import MAX_DEPTH, is_too_deep
 from contract.tool_calls import read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -200,6 +201,8 @@ def _function(field: str, function: dict[str, Any]) -> dict[str, Any]:
         not isinstance(parameters, dict) or parameters.get("type", "object") != "object"
     ):
         raise WrongRow(f"{field}.parameters", "must be the JSON schema of an object")
+    if is_too_deep(parameters):
+        raise WrongRow(f"{field}.parameters", f"is nested deeper than {MAX_DEPTH} levels")
     read["parameters"] = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
     try:
         json.dumps(read, allow_nan=False)

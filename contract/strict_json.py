@@ -29,6 +29,25 @@ def read_object(text: bytes) -> dict[str, Any]:
     return found
 
 
+#: Of values that a chat template writes, which recurses and would run out of Python's stack.
+MAX_DEPTH = 64
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for node in level
+            if isinstance(node, dict | list)
+            for inner in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
 class _NamedTwice(ValueError):
     pass
 

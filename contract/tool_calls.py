@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from contract.protocol import CALL_BEGIN, CALL_END
+from contract.strict_json import is_too_deep
 
 #: What may stand before the first call.
 BLANKS = " \t\n\r"
 _BEGIN, _END = CALL_BEGIN.strip(), CALL_END.strip()
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*')
 _TAIL = re.compile(r"\s*\}\s*" + re.escape(_END))
-#: Of arguments that a template is given as a value.
-_MAX_DEPTH = 64
 
 
 def read_arguments(text: str) -> Any:
@@ -37,17 +36,7 @@ def read_arguments(text: str) -> Any:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return text
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for node in level
-            if isinstance(node, dict | list)
-            for inner in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return value
-    return text
+    return text if is_too_deep(value) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -114,6 +114,15 @@ def test_half_of_a_surrogate_pair_is_no_text() -> None:
     assert str(problem).startswith("line 2 has half of a surrogate pair")
 
 
+@pytest.mark.parametrize("depth", [62, 63, 64, 800])
+def test_tools_are_not_nested_deeper_than_templates_write(depth: int) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": "deep"}}}
+    row = jsonl({"messages": [USER, ASSISTANT], "tools": [tool]})
+    found = lint(row.replace(b'"deep"', b"[" * depth + b"]" * depth)).problems
+    told = "line 1: tools[0].function.parameters is nested deeper than 64 levels"
+    assert [str(problem) for problem in found] == ([] if depth <= 63 else [told])
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -27,6 +27,7 @@ from tests.worker.training.test_train import ROOT, write_job, write_rows
 from worker.batch_training.disk import CheckpointFolder, SavedRun
 from worker.train import EventLog, train
 from worker.train_many import TrainMany
+from worker.training import chat_data
 
 Events = dict[str, list[dict[str, Any]]]
 
@@ -256,6 +257,30 @@ def test_a_wrong_job_ends_alone(tmp_path: Path, tiny_base: Path) -> None:
     assert two["event"] == three["event"] == "error"
     assert "line 1: messages" in two["message"]
     assert "learning_rate" in three["message"]
+
+
+def test_a_row_that_breaks_code_of_ours_ends_its_own_job_alone(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
+    write_chats(jobs["two"].parent / "data.jsonl", "breaks it")
+    write_chats(jobs["three"].parent / "data.jsonl", "is too deep")
+    encode_row = chat_data.encode_row
+
+    def encode(codec: Any, row: Any) -> Any:
+        if "breaks it" in str(row):
+            raise KeyError("a defect")
+        if "is too deep" in str(row):
+            raise RecursionError
+        return encode_row(codec, row)
+
+    monkeypatch.setattr(chat_data, "encode_row", encode)
+    code, events = train_here(tmp_path / "state", list(jobs.values()))
+    assert (code, events["one"][-1]["event"]) == (2, "done")
+    [two], [three] = events["two"], events["three"]
+    assert (two["event"], two["field"]) == (three["event"], three["field"]) == ("error", "dataset")
+    assert "the trainer's log says why" in two["message"]
+    assert three["message"] == "line 1: it is nested too deeply"
 
 
 def test_a_run_that_diverges_says_so_as_the_present_trainer_does(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -235,7 +236,7 @@ class BatchTraining:
             self._fail(named.name, _CANCELLED)
             return
         try:
-            prepared = rows.result()
+            prepared = _prepared(rows)
             saved = self._folder.load(named.name)
             try:
                 self._trainer.add(prepared.request, saved.checkpoint if saved else None)
@@ -405,3 +406,17 @@ class BatchTraining:
 def _figures(**given: float | None) -> dict[str, float]:
     """Those that there are, rounded as losses are told."""
     return {name: round(value, 4) for name, value in given.items() if value is not None}
+
+
+def _prepared(rows: Future[PreparedJob]) -> PreparedJob:
+    """Return what was read of a job. Raises DatasetError, JobError, OSError, and nothing else.
+
+    What a row does to code of ours must not end the batch of others.
+    """
+    try:
+        return rows.result()
+    except (DatasetError, JobError, OSError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise DatasetError("the rows could not be read; the trainer's log says why") from error

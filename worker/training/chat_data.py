@@ -74,6 +74,8 @@ def encode(codec: TextCodec, number: int, row: Row) -> list[RowTokens]:
         return encode_row(codec, row)
     except (PromptError, ValueError) as error:
         raise DatasetError(f"line {number}: {error}") from error
+    except RecursionError as error:
+        raise DatasetError(f"line {number}: it is nested too deeply") from error
 
 
 def load_data(codec: TextCodec, job: TrainJob) -> Examples:
