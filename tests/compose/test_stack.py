@@ -118,7 +118,7 @@ def test_the_first_operator_signs_in_by_the_link_that_the_start_prints(stack: St
 
 def test_the_base_model_is_known_and_answers_as_it_streams(stack: Stack, acme: Client) -> None:
     models = acme.call("GET", "/v1/models")["data"]
-    assert [model["id"] for model in models] == [BASE]
+    assert BASE in [model["id"] for model in models]
     pieces = acme.stream(BASE, "Count from one to twenty.")
     assert len(pieces) > 5
     assert "".join(pieces).strip()
