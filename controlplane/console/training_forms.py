@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zoneinfo
 from typing import Any
 
 from django import forms
@@ -11,6 +10,7 @@ from contract.training import BOUNDS
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.tenants.models import slug_validator
+from controlplane.training.cron import timezones
 from controlplane.training.models import Dataset, Schedule
 
 
@@ -202,4 +202,4 @@ class ScheduleForm(forms.Form):
     @staticmethod
     def time_zones() -> list[str]:
         """Return the choices of the time zone field."""
-        return sorted(zoneinfo.available_timezones())
+        return sorted(timezones())

@@ -132,17 +132,20 @@ async def _watched(tasks: list[asyncio.Task[Asked]], is_held: Callable[[], bool]
 
 
 async def _asked(evaluation: Evaluation, caller: Caller, case: Case) -> Asked:
-    asked = Asked(case=case)
+    asked, is_answered = Asked(case=case), False
     try:
         if case.checks:
             asked = await _answered(evaluation, caller, case)
+            is_answered = True
         if case.expected and evaluation.scored_in is None:
             logprob, num_tokens = await _scored(caller, case)
             asked = dataclasses.replace(asked, logprob=logprob, num_tokens=num_tokens)
     except ApiError as error:
         if error.status >= 500 or error.status in (402, 404, 408, 409, 425, 429):
             raise
-        return dataclasses.replace(asked, error=error.message[:500])
+        # The expected answer may be too long for the context, and the answer that was checked not.
+        if not is_answered:
+            return dataclasses.replace(asked, error=error.message[:500])
     return asked
 
 

@@ -58,8 +58,12 @@ def gate_policy(fields: Mapping[str, Any]) -> GatePolicy:
     if on_pass not in ON_PASS:
         raise InvalidRequest(f"It is one of {', '.join(ON_PASS)}.", param="gate.on_pass")
     suite = fields.get("suite", "")
+    if suite is None:
+        suite = ""
+    if not isinstance(suite, str):
+        raise InvalidRequest("It is the name of a suite.", param="gate.suite")
     if suite:
-        suite_get(name=str(suite), param="gate.suite")
+        suite_get(name=suite, param="gate.suite")
     bounds = _NUMBERS | _RANGES
     for name, (low, high) in bounds.items():
         value = fields.get(name, low)
@@ -68,4 +72,4 @@ def gate_policy(fields: Mapping[str, Any]) -> GatePolicy:
             raise InvalidRequest(f"It is from {low} to {high}.", param=f"gate.{name}")
     numbers = {name: fields[name] for name in _NUMBERS if name in fields}
     matters = {name: float(fields[name]) for name in _RANGES if name in fields}
-    return GatePolicy(suite=str(suite), on_pass=on_pass, decision=Policy(**matters), **numbers)
+    return GatePolicy(suite=suite, on_pass=on_pass, decision=Policy(**matters), **numbers)

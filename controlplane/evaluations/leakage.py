@@ -22,6 +22,9 @@ from controlplane.infra import storage
 from controlplane.training import contents
 from controlplane.training.models import TrainingRun
 
+#: Of versions that begin from each other. A dataset that grows has most rows of those before.
+MOST_GENERATIONS = 8
+
 #: Each message's role and text.
 Messages = Sequence[Mapping[str, Any]]
 
@@ -58,18 +61,33 @@ def _ends(row: Row) -> Iterator[int]:
 def trained_digests(version_id: uuid.UUID, among: Set[str]) -> set[str]:
     """Return which of some digests are of prompts on which a version was trained.
 
-    Of an uploaded version none is known. A dataset's own digests may be many: they are not kept.
-    Raises RowsGone, Unavailable when the store does not answer.
+    So was the version that it begins from; of those before, MOST_GENERATIONS are looked at, if
+    their rows are still stored. Of an uploaded version none is known. A dataset's own digests may
+    be many: they are not kept. Raises RowsGone, Unavailable when the store does not answer.
     """
-    made_it = Q(version_id=version_id) | Q(checkpoints__version_id=version_id)
-    run = TrainingRun.objects.filter(made_it).first()
-    if run is None:
-        return set()
-    try:
-        found = lines(contents.pieces(run.dataset_sha256), max_bytes=chat_rows.MAX_LINE_BYTES)
-        digests = digests_of_rows(chat_rows.read_rows(found))
-        return {digest for digest in digests if digest in among}
-    except storage.ObjectMissing as error:
-        raise RowsGone from error
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
+    known: set[str] = set()
+    for number, sha256 in enumerate(_trained_on(version_id)):
+        try:
+            found = lines(contents.pieces(sha256), max_bytes=chat_rows.MAX_LINE_BYTES)
+            digests = digests_of_rows(chat_rows.read_rows(found))
+            known |= {digest for digest in digests if digest in among}
+        except storage.ObjectMissing as error:
+            if not number:
+                raise RowsGone from error
+        except storage.STORAGE_ERRORS as error:
+            raise Unavailable("The object store does not answer.") from error
+    return known
+
+
+def _trained_on(version_id: uuid.UUID) -> list[str]:
+    """Return the contents of a version's datasets: its own, and those that it began from."""
+    found: list[str] = []
+    maker: uuid.UUID | None = version_id
+    for _ in range(MOST_GENERATIONS):
+        made_it = Q(version_id=maker) | Q(checkpoints__version_id=maker)
+        run = TrainingRun.objects.filter(made_it).first() if maker else None
+        if run is None:
+            break
+        found.append(run.dataset_sha256)
+        maker = run.warm_start_id
+    return list(dict.fromkeys(found))

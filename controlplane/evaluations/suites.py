@@ -21,6 +21,7 @@ from controlplane.evaluations.models import Case, Evaluation, Suite, SuiteVersio
 from controlplane.inference.parsing import make_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.infra import storage
+from controlplane.infra.characters import can_be_written
 from controlplane.infra.locks import lock_until_commit
 from controlplane.requestlog import services as requestlog
 from controlplane.tenancy.scoping import current_tenant_id
@@ -152,6 +153,8 @@ def _case(fields: CaseFields, number: int) -> Case:
     unknown = fields.keys() - {"messages", "expected", "checks", "slice"}
     if unknown:
         raise InvalidRequest("A case has no such field.", param=f"{param}.{min(unknown)[:60]}")
+    if not can_be_written(fields):
+        raise InvalidRequest("It has half of a character (a lone surrogate).", param=param)
     expected, slice = fields.get("expected", ""), fields.get("slice", "")
     for name, text, most in (("expected", expected, MAX_CASE_BYTES), ("slice", slice, 63)):
         if not isinstance(text, str) or len(text) > most or "\0" in text:

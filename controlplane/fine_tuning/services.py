@@ -124,7 +124,7 @@ def _given(form: JobForm, start: Start) -> dict[str, Any]:
 def _resolved(given: dict[str, Any], num_rows: int) -> dict[str, Any]:
     """Return all hyperparameters of the run: with those that are automatic."""
     found = {"batch_size": max(1, min(AUTO_BATCH_SIZE, num_rows)), **given}
-    if "max_steps" not in found:
+    if found.get("max_steps") is None:
         found.setdefault("epochs", auto_epochs(num_rows))
     return checked_hyperparameters(found)
 

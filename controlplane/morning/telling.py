@@ -125,10 +125,11 @@ def moment_of(text: str) -> dt.datetime | None:
     """Return the time that an address names; None: it names none, or none that a database has."""
     try:
         found = dt.datetime.fromisoformat(text.strip().replace(" ", "+"))
-    except ValueError:
+        found = found if found.tzinfo else found.replace(tzinfo=dt.UTC)
+        found = found.astimezone(dt.UTC)
+    except (ValueError, OverflowError):
         return None
-    found = found if found.tzinfo else found.replace(tzinfo=dt.UTC)
-    return found if 1 < found.year < 9999 else None
+    return found if 2 < found.year < 9998 else None
 
 
 def page_url(until: dt.datetime) -> str:

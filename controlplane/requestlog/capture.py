@@ -18,6 +18,7 @@ from django.db.models import Count, Sum
 from contract.protocol import FinishReason
 from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest
+from controlplane.infra.characters import can_be_written
 from controlplane.infra.metrics import CAPTURED_REQUESTS
 from controlplane.requestlog import sealing
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy
@@ -71,7 +72,7 @@ def capture_policy_set(
     if len(shares) > MAX_MODELS:
         raise InvalidRequest(f"At most {MAX_MODELS} models can be named.", param="shares")
     for name, value in shares.items():
-        if not 0 < len(name) <= MAX_MODEL_CHARS or "\0" in name:
+        if not 0 < len(name) <= MAX_MODEL_CHARS or "\0" in name or not can_be_written(name):
             raise InvalidRequest("A name is that of a model.", param="shares")
         _check_number(f"shares.{name}", value, 0, 1)
     _check_number("days", days, 1, MAX_DAYS)

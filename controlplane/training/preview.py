@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from contract.chat_rows import MAX_LINE_BYTES
@@ -43,8 +44,14 @@ def rows_preview(dataset: Dataset, limit: int) -> list[dict[str, Any]]:
 def _row(line: bytes) -> Any:
     """Return a row; None for one of before that cannot be written as JSON."""
     try:
-        row = json.loads(line, parse_constant=lambda _: None)
+        row = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
         json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return row
+
+
+def _finite(text: str) -> float | None:
+    """Return a number, or None for one that is too large: JSON has no infinity."""
+    number = float(text)
+    return number if math.isfinite(number) else None

@@ -21,6 +21,7 @@ from controlplane.errors import Unavailable
 from controlplane.evaluations import asking, execution, gate
 from controlplane.evaluations.asking import Asked
 from controlplane.evaluations.comparison import Changed, pair_of
+from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.evaluations.models import Case, Evaluation, GateDecision, Result
 from controlplane.outbox.models import OutboxEvent
 from controlplane.training import services as training
@@ -92,15 +93,18 @@ def test_a_worse_version_is_held_with_its_reason(gated: Adapter, pool: dict[str,
     assert Evaluation.objects.filter(model="invoices@1").count() == 1
 
 
+def rows_of(known: list[dict[str, Any]]) -> bytes:
+    rows = [
+        {"messages": [*case["messages"], {"role": "assistant", "content": case["expected"]}]}
+        for case in known
+    ]
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
 def test_cases_that_the_training_knew_hold_it(
     gated: Adapter, pool: dict[str, Skill], scope: Party
 ) -> None:
-    rows = [
-        {"messages": [*case["messages"], {"role": "assistant", "content": case["expected"]}]}
-        for case in cases()[:30]
-    ]
-    content = "\n".join(map(json.dumps, rows)).encode()
-    dataset = training.dataset_upload(name="rows", content=content)
+    dataset = training.dataset_upload(name="rows", content=rows_of(cases()[:30]))
     pool["invoices@1"] = pool["invoices@2"] = lambda case: True
     version = add_version(gated)
     TrainingRun.objects.create(
@@ -110,6 +114,21 @@ def test_cases_that_the_training_knew_hold_it(
     decision = GateDecision.objects.get()
     assert (decision.status, decision.num_leaked, live(gated)) == (Status.HOLD, 30, 1)
     assert "30 of 120 cases are in the training's rows" in decision.reasons[0]
+    # So does what the version knew that it begins from.
+    other = rows_of(cases()[30:40])
+    later = training.dataset_upload(name="later", content=other)
+    child = add_version(gated)
+    TrainingRun.objects.create(
+        adapter=gated,
+        dataset=later,
+        dataset_sha256=later.sha256,
+        version=child,
+        warm_start=version,
+        warm_start_name="invoices@2",
+    )
+    known = {prompt_digest(case["messages"]) for case in cases()}
+    assert len(trained_digests(child.pk, known)) == 40
+    assert len(trained_digests(version.pk, known)) == 30
 
 
 @pytest.mark.parametrize("on_pass", ["canary", "hold"])
@@ -280,6 +299,21 @@ def test_a_suite_is_bounded_and_stays_while_a_gate_needs_it(gated: Adapter, scop
         404,
         "gate.suite",
     )
+    for suite in ([], {}, 0, False, 1, ["totals"]):
+        gate = {"gate": {"suite": suite}}
+        assert_error(
+            client.patch("/api/v1/adapters/invoices", gate, format="json"), 400, "gate.suite"
+        )
+    question = [{"role": "user", "content": "x"}]
+    for half in (
+        {"messages": question, "expected": "\ud800"},
+        {"messages": question, "expected": "x", "slice": "\ud800"},
+        {"messages": [{"role": "user", "content": "\ud800"}], "expected": "x"},
+        {"messages": question, "checks": [{"type": "contains", "value": "\ud800"}]},
+    ):
+        body = json.dumps({"cases": [half]})
+        answer = client.post(path, body, content_type="application/json")
+        assert_error(answer, 400, "cases.0")
     made = client.post(path, {"cases": cases(3)}, format="json").json()
     assert (made["version"], made["num_cases"]) == (2, 3)
     listed = client.get(f"{path}/2/cases").json()["data"]

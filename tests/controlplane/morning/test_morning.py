@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from django.utils import timezone
@@ -23,6 +24,8 @@ from tests.controlplane.training.conftest import ROWS
 Night = Callable[[], ScheduleRun]
 MORNING = "/api/v1/morning"
 HOUR = dt.timedelta(hours=1)
+#: Times that have a year in their own zone and none in another.
+EDGES = ("9998-12-31T23:59:59-23:59", "0002-01-01T00:00:00+23:59", "0001-01-01T00:00:00+23:59")
 
 
 def test_the_morning_tells_what_changed(night: Night, scope: Party) -> None:
@@ -47,7 +50,7 @@ def test_the_morning_tells_what_changed(night: Night, scope: Party) -> None:
     assert as_key(scope).get(f"{MORNING}?adapter=invoices").json()["data"] == told["data"]
     before = (timezone.now() - 2 * 24 * HOUR).isoformat()
     assert as_key(scope).get(MORNING, {"until": before}).json()["data"] == []
-    for wrong in ("soon", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "\x00"):
+    for wrong in ("soon", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z", "\x00", *EDGES):
         assert_error(as_key(scope).get(MORNING, {"until": wrong}), 400, "until")
 
 
@@ -71,7 +74,8 @@ def test_the_page_shows_it_to_a_viewer(night: Night, scope: Party) -> None:
         "10, 3 added"
         in browser_of(scope.viewer).get("/console/morning", {"until": later}).content.decode()
     )
-    for odd in ("until=x&adapter=nope", "until=%00&adapter=%00", "until=9999-12-31"):
+    edges = [urlencode({"until": edge}) for edge in EDGES]
+    for odd in ("until=x&adapter=nope", "until=%00&adapter=%00", "until=9999-12-31", *edges):
         assert browser_of(scope.viewer).get(f"/console/morning?{odd}").status_code == 200
 
 

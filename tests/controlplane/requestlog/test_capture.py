@@ -385,6 +385,7 @@ def test_they_expire(acme: Party) -> None:
         ({"share": float("nan")}, "share"),
         ({"shares": {"m": -1}}, "shares.m"),
         ({"shares": {"": 1}}, "shares"),
+        ({"shares": {"\ud800": 1}}, "shares"),
         ({"shares": {str(n): 1 for n in range(51)}}, "shares"),
         ({"days": 0}, "days"),
         ({"max_rows": 10**6}, "max_rows"),

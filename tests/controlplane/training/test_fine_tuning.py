@@ -415,6 +415,12 @@ def test_automatic_epochs(rows: int, epochs: int) -> None:
     assert auto_epochs(rows) == epochs
 
 
+def test_steps_that_are_null_are_steps_that_nobody_gave(in_acme: Party, tiny_base: Any) -> None:
+    given = {name: value for name, value in QUICK.items() if name != "max_steps"}
+    run = make_job(in_acme, make_file(ROWS), hyperparameters=given | {"max_steps": None})
+    assert run.hyperparameters["epochs"] == auto_epochs(8) > 1
+
+
 def test_only_a_job_gets_a_result_file(in_acme: Party, tiny_base: BaseModel) -> None:
     services.dataset_upload(name="chats", content=ROWS)
     run = services.training_run_create(

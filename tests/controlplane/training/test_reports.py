@@ -146,6 +146,9 @@ def test_the_preview_shows_the_first_rows(acme: Party, globex: Party) -> None:
     assert [each["line"] for each in shown["data"]] == [2, 3]  # the third is cut
     assert shown["data"][0]["row"] == json.loads(row(EVIL))
     assert len(client.get(f"{DATASETS}/chats/preview?limit=1").json()["data"]) == 1
+    with tenant_scope(acme.tenant.id):
+        services.dataset_upload(name="huge", content=row("a").replace(b"}\n", b', "x": 1e999}\n'))
+    assert client.get(f"{DATASETS}/huge/preview").json()["data"][0]["row"]["x"] is None
     for limit in ("0", "101", "x", "-1", "9" * 5000):
         answer = client.get(f"{DATASETS}/chats/preview?limit={limit}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
