@@ -155,7 +155,7 @@ class BatchChild:
             self._follow(events, ticks, reader, folder)
         except TrainingPaused:
             if self._order("pause", path):
-                _await_end(events)
+                _await_end(events, reader)
             raise
         except (TrainingAbandoned, TrainingFailed):
             self._order("cancel", path)
@@ -301,13 +301,14 @@ class BatchChild:
         return TrainerStopped(NO_ROOM if self._returncode == DISK_FULL else LOST)
 
 
-def _await_end(events: queue.SimpleQueue[Event | None]) -> None:
-    """Wait until the child says that a run which is paused has ended: its state is written."""
+def _await_end(events: queue.SimpleQueue[Event | None], reader: Reader) -> None:
+    """Read until the child says that a run which is paused has ended: its state is written."""
     give_up_at = time.monotonic() + SAVE_TIMEOUT_S
     with contextlib.suppress(queue.Empty):
         while (event := events.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
             if event.get("event") in ("error", "done"):
                 return
+            reader(event)
 
 
 class _Told(Told):

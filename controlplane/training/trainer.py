@@ -195,12 +195,16 @@ def run_trainer(
             env=dict(environment),
             pass_fds=[lock],
         )
+    assert child.stdout is not None
+    lines = _Lines(child.stdout.fileno())
     try:
-        last, told = _listen(child, ticks, reader)
+        last, told = _listen(lines, ticks, reader)
         check_end(child.wait(), last, stderr_path)
         told.keep(folder)
         ticks.tell(told.progress)
     except TrainingPaused:
+        child.terminate()
+        _read_rest(lines, reader)
         raise
     except (TrainingAbandoned, TrainingFailed):
         child.kill()  # nobody goes on from its state
@@ -209,12 +213,8 @@ def run_trainer(
         stop_child(child)
 
 
-def _listen(
-    child: subprocess.Popen[bytes], ticks: Ticks, reader: Reader
-) -> tuple[dict[str, Any], Told]:
+def _listen(lines: _Lines, ticks: Ticks, reader: Reader) -> tuple[dict[str, Any], Told]:
     """Read the child's output to its end. -> its last event and all that it told."""
-    assert child.stdout is not None
-    lines = _Lines(child.stdout.fileno())
     last: dict[str, Any] = {}
     told = Told()
     while not lines.is_closed:
@@ -223,6 +223,14 @@ def _listen(
             reader(last)
             told.note(last)
     return last, told
+
+
+def _read_rest(lines: _Lines, reader: Reader) -> None:
+    """Read what a child says until it has ended: of the steps to its last state, too."""
+    give_up_at = time.monotonic() + STOP_TIMEOUT_S
+    while not lines.is_closed and (left := give_up_at - time.monotonic()) > 0:
+        for line in lines.read(timeout_s=left):
+            reader(parse_event(line))
 
 
 class _Lines:

@@ -22,6 +22,7 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import (
     batch,
     batch_child,
+    events,
     execution,
     pausing,
     picking,
@@ -294,9 +295,10 @@ def test_a_checkpoint_whose_run_was_cancelled_while_it_waited_is_removed(acme: P
 
 
 def test_a_paused_run_goes_on_from_its_state_while_the_batch_trains_another(
-    acme: Party, globex: Party, night: Any
+    acme: Party, globex: Party, night: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch still has the run's folder: the state comes from the store."""
+    monkeypatch.setattr(events, "MAX_METRICS", ENDLESS)  # of each step
     first, second = make_run(acme, max_steps=ENDLESS), make_run(globex, max_steps=ENDLESS)
     night()
     wait_for(lambda: step_of(first) > 5 and step_of(second) > 0)
@@ -310,6 +312,8 @@ def test_a_paused_run_goes_on_from_its_state_while_the_batch_trains_another(
         told = first.events.filter(message__startswith="The job goes on")
         wait_for(told.exists)
         assert told.get().data["step"] >= reached > 5
+        metrics = first.events.filter(kind="metrics").values_list("data__step", flat=True)
+        assert set(metrics) >= set(range(1, told.get().data["step"] + 1))
     assert (fresh(first).attempts, fresh(first).num_lost, fresh(second).attempts) == (2, 0, 1)
     for run in (first, second):
         with tenant_scope(run.tenant_id):

@@ -26,6 +26,7 @@ from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.training import (
     endings,
+    events,
     execution,
     lost_runs,
     pausing,
@@ -72,6 +73,12 @@ def begun(endless: TrainingRun) -> Callable[[], threading.Thread]:
         return thread
 
     return begin
+
+
+def missing_steps(run: TrainingRun) -> set[int]:
+    """Of the steps before the one from which a run goes on: those without metrics."""
+    told = run.events.filter(kind="metrics").values_list("data__step", flat=True)
+    return set(range(1, resumed(run)[-1] + 1)) - set(told)
 
 
 def resumed(run: TrainingRun) -> list[int]:
@@ -157,7 +164,10 @@ def test_a_state_that_a_trainer_saved_after_its_platform_died_is_progress(
         assert attempt.has_advanced is has_advanced
 
 
-def test_paused_it_waits_and_goes_on(endless: TrainingRun, begun: Any) -> None:
+def test_paused_it_waits_and_goes_on(
+    endless: TrainingRun, begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_METRICS", 20_000)  # of each step
     thread = begun()
     pausing.training_run_pause(run=endless)
     thread.join(60)
@@ -169,6 +179,7 @@ def test_paused_it_waits_and_goes_on(endless: TrainingRun, begun: Any) -> None:
     pausing.training_run_resume(run=endless)
     thread = begun()
     assert resumed(endless)[0] >= saved
+    assert missing_steps(endless) == set()
     cancel(endless, thread)
 
 
