@@ -175,7 +175,7 @@ def _case(fields: CaseFields, number: int) -> Case:
         messages=messages,
         expected=expected,
         checks=checks.checked(
-            fields.get("checks", []), f"{param}.checks", has_expected=bool(expected)
+            fields.get("checks", []), f"{param}.checks", has_expected=bool(expected.strip())
         ),
         prompt_sha256=prompt_digest(body.rendered_messages()),
     )

@@ -78,8 +78,10 @@ def _describe(detail: ErrorDetails, path: list[str], others: list[ErrorDetails])
     kind, message = detail["type"], detail["msg"]
     if kind in ("value_error", "missing") and ": " in message:
         # Of a whole object: "Value error, field: what is wrong".
-        field, message = message.removeprefix("Value error, ").split(": ", 1)
-        path = [*path, field]
+        message = message.removeprefix("Value error, ")
+        field, problem = message.split(": ", 1)
+        if " " not in field:  # else it is a sentence with a colon
+            path, message = [*path, field], problem
     param = ".".join(path)[:200] or None
     code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     if kind == "invalid_schema" and path[:1] == ["tools"]:

@@ -49,6 +49,7 @@ class Attempt:
             self._device = str(event.get("device") or CPU)[:64]
             self._started_after = int(event.get("resumed_step") or 0)
             self._curve_from = self._started_after
+            self._warn_of_leaks(event)
             if self._started_after:
                 # The trainer counts the tokens before its checkpoint, too.
                 self._tokens_before = self.run.trained_tokens or 0
@@ -63,6 +64,14 @@ class Attempt:
         tokens = event.get("trained_tokens")
         if isinstance(tokens, int):
             self._trained_tokens = max(self._trained_tokens, tokens - self._tokens_before)
+
+    def _warn_of_leaks(self, started: dict[str, Any]) -> None:
+        leaked, rows = started.get("leaked_rows"), started.get("validation_rows")
+        if leaked and not self._started_after:
+            self.warn(
+                f"{leaked} of {rows} rows to validate with have a prompt that is trained on, too: "
+                "their losses, by which the best state is chosen, are too good"
+            )
 
     def warn(self, message: str) -> None:
         """Have the run's owner told; written with the next metrics."""

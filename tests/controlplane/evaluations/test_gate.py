@@ -314,6 +314,8 @@ def test_a_suite_is_bounded_and_stays_while_a_gate_needs_it(gated: Adapter, scop
         body = json.dumps({"cases": [half]})
         answer = client.post(path, body, content_type="application/json")
         assert_error(answer, 400, "cases.0")
+    blank = {"messages": question, "expected": "  ", "checks": [{"type": "contains"}]}
+    assert_error(client.post(path, {"cases": [blank]}, format="json"), 400, "cases.0.checks.0")
     made = client.post(path, {"cases": cases(3)}, format="json").json()
     assert (made["version"], made["num_cases"]) == (2, 3)
     listed = client.get(f"{path}/2/cases").json()["data"]

@@ -210,5 +210,8 @@ def test_a_captured_request_is_rated_and_corrected(site: Site) -> None:
         {"rating": "good"},
     ):
         assert site.feedback(**wrong).status_code == 400, wrong
+    of_a_user = {"role": "user", "content": "x"}
+    refused = site.feedback(request_id=request_id, corrected_answer=of_a_user).json()["error"]
+    assert refused["param"] == "corrected_answer"
     listed = site.management("captured-requests?only=corrected")
     assert [row["id"] for row in listed.json()["data"]] == [request_id]

@@ -80,6 +80,10 @@ def test_a_run_is_validated_with_another_dataset(
         run = execute(TrainingRun.objects.get(pk=made["id"]))
     assert (run.status, run.error) == ("succeeded", "")
     assert (run.progress["validation_rows"], run.progress["leaked_rows"]) == (4, 4)
+    warned = run.events.filter(level="warn").values_list("message", flat=True)
+    assert [message.partition(":")[0] for message in warned] == [
+        "4 of 4 rows to validate with have a prompt that is trained on, too"
+    ]
 
 
 @pytest.mark.parametrize(
