@@ -142,3 +142,10 @@ def test_the_slots_of_an_outage_are_its_newest() -> None:
     assert slots_until(*line, odd, until, most=60) == [odd, *found]
     minutes = slots_until("* * * * *", "UTC", utc("1996-01-01T00:00"), until, most=60)
     assert (len(minutes), minutes[-1], minutes[0]) == (60, until, utc("2026-10-27T11:01"))
+
+
+@pytest.mark.parametrize("name", ["localtime", "Factory", "Nowhere/Land"])
+def test_what_is_no_zone_is_refused(name: str) -> None:
+    """The first two are files beside the zones: what the machine has, and that it has none."""
+    with pytest.raises(ValueError, match="no such time zone"):
+        check_timezone(name)
