@@ -5,8 +5,8 @@
 The job is one of the demo's: SmolLM2-135M and a tenant's rows. `ours` is the program that the
 platform starts. `plain` is what users of transformers write: PEFT's LoRA and the Trainer as it
 comes, with its own loss, over the same rows, batches, order and floating-point type. Both ways are
-measured `--pairs` times by turns, each in a process of its own; `speed_of_plain` is the median of
-the pairs' plain / ours, in seconds of the steps after the first.
+measured `--pairs` times by turns, each in a process of its own; `speed_ratio` is the median of the
+pairs' plain / ours, in seconds of the steps after the first.
 
 start_s       from the process's start to its event `started`: interpreter, imports, base and rows
 first_step_s  from the process's start to the end of the first step
@@ -21,15 +21,14 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from bench.machine import environment
-from bench.training_cpu import ROOT, write_jobs
+from bench.training_cpu import ROOT, events, write_jobs
+from demo.data.jobs import HYPERPARAMETERS
 from worker.base_model import packaged_model
 
 WAYS = ("plain", "ours")
@@ -103,37 +102,19 @@ def plain(job_path: str) -> None:
 
 def measure(way: str, base: Path, tenant: str, threads: int, steps: int) -> dict[str, Any]:
     """Train a tenant's job one way."""
+    marks: list[float] = []
+    losses: list[float] = []
+    start_s = 0.0
     with tempfile.TemporaryDirectory() as name:
-        jobs = dict(
-            zip(("acme", "globex"), write_jobs(Path(name), base, threads, steps), strict=True)
-        )
-        job = jobs[tenant]
-        program = (
-            ["worker.train", job] if way == "ours" else ["bench.training_alone", "--plain", job]
-        )
-        began = time.perf_counter()
-        marks: list[float] = []
-        losses: list[float] = []
-        start_s = 0.0
-        with subprocess.Popen(
-            [sys.executable, "-m", *program],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                now = time.perf_counter() - began
-                if not line.startswith('{"event"'):
-                    continue  # the Trainer prints its own lines
-                event: dict[str, Any] = json.loads(line)
-                if event["event"] == "started":
-                    start_s = now
-                if event["event"] == "progress":
-                    marks.append(now)
-                    losses.append(event["loss"])
-        assert child.returncode == 0 and len(marks) == steps, (way, child.returncode, len(marks))
+        job = write_jobs(Path(name), base, threads, steps)[tenant]
+        program = ["worker.train"] if way == "ours" else ["bench.training_alone", "--plain"]
+        for now, event in events(*program, job):
+            if event["event"] == "started":
+                start_s = now
+            if event["event"] == "progress":
+                marks.append(now)
+                losses.append(event["loss"])
+    assert len(marks) == steps, (way, len(marks))
     gaps = [later - earlier for earlier, later in itertools.pairwise(marks)]
     return {
         "start_s": round(start_s, 2),
@@ -149,7 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--tenant", choices=("acme", "globex"), default="acme")
+    parser.add_argument("--tenant", choices=HYPERPARAMETERS, default="acme")
     parser.add_argument("--plain", metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain:
@@ -168,7 +149,7 @@ def main() -> None:
     report["start_s"] = max(pair["ours"]["start_s"] for pair in pairs)
     # Of one run's own two processes: a machine's speed changes from minute to minute.
     ratios = [pair["plain"]["steps_s"] / pair["ours"]["steps_s"] for pair in pairs]
-    report["speed_of_plain"] = round(statistics.median(ratios), 2)
+    report["speed_ratio"] = round(statistics.median(ratios), 2)
     print(json.dumps(report, indent=1))
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ ROOT = Path(__file__).parent.parent
 WAYS = ("alone", "together")
 
 
-def write_jobs(folder: Path, base: Path, threads: int, steps: int) -> list[str]:
-    """A job of each tenant."""
-    paths = []
+def write_jobs(folder: Path, base: Path, threads: int, steps: int) -> dict[str, str]:
+    """A job of each tenant, by its name."""
+    paths = {}
     for tenant, hyperparameters in HYPERPARAMETERS.items():
         path = folder / f"{tenant}.json"
         fields = {
@@ -42,8 +43,26 @@ def write_jobs(folder: Path, base: Path, threads: int, steps: int) -> list[str]:
             "num_threads": threads,
         }
         path.write_text(json.dumps(fields))
-        paths.append(str(path))
+        paths[tenant] = str(path)
     return paths
+
+
+def events(*arguments: str) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Run `python -m ARGUMENTS`; yield each event that it prints, after its seconds since then.
+
+    Raises CalledProcessError unless it exits with 0.
+    """
+    began = time.perf_counter()
+    command = [sys.executable, "-m", *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith('{"event"'):  # transformers' Trainer prints lines of its own
+                yield time.perf_counter() - began, json.loads(line)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
 
 
 def train(*arguments: str) -> dict[str, float]:
@@ -52,21 +71,12 @@ def train(*arguments: str) -> dict[str, float]:
     began = time.perf_counter()
     started = last = 0.0
     tokens = 0
-    with subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            event: dict[str, Any] = json.loads(line)
-            now = time.perf_counter() - began
-            started = started or now
-            if event["event"] == "progress":
-                last = now
-            if event["event"] == "done":
-                tokens += event["trained_tokens"]
+    for now, event in events(*arguments):
+        started = started or now
+        if event["event"] == "progress":
+            last = now
+        if event["event"] == "done":
+            tokens += event["trained_tokens"]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     seconds = time.perf_counter() - began
@@ -77,7 +87,7 @@ def measure(way: str, base: Path, threads: int, steps: int) -> dict[str, float]:
     """Train both tenants `way`: "alone", a process each, or "together"."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = write_jobs(folder, base, threads, steps)
+        jobs = write_jobs(folder, base, threads, steps).values()
         if way == "alone":
             parts = [train("worker.train", job) for job in jobs]
         else:

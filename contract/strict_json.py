@@ -8,6 +8,9 @@ from typing import Any
 
 from contract.adapter_problems import shown
 
+#: Of values that a chat template writes: it calls itself for each level.
+MAX_DEPTH = 64
+
 
 def read_object(text: bytes) -> dict[str, Any]:
     """Parse an object in UTF-8. Raises ValueError that says what is wrong with the text."""
@@ -27,10 +30,6 @@ def read_object(text: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("is not a JSON object")
     return found
-
-
-#: Of values that a chat template writes, which recurses and would run out of Python's stack.
-MAX_DEPTH = 64
 
 
 def is_too_deep(value: Any) -> bool:

@@ -123,7 +123,10 @@ if "celery" in sys.orig_argv:
 
 
 def warm_python(folder: Path) -> Path:
-    """Make a program that runs what Python would, and what is in WARM as a warm fork."""
+    """Make a program that runs what Python would, and what is in WARM as a warm fork.
+
+    The shell gives it no variable of its own: tests look at what a trainer's environment has.
+    """
     python = folder / "python"
     client = ROOT / "tests" / "warm_client.py"
     warm = f'exec "{sys.executable}" -S "{client}" {warm_trainers.address} "$@"'

@@ -129,6 +129,7 @@ def moment_of(text: str) -> dt.datetime | None:
         found = found.astimezone(dt.UTC)
     except (ValueError, OverflowError):
         return None
+    # The page looks days back and ahead, and shows times in other zones.
     return found if 2 < found.year < 9998 else None
 
 

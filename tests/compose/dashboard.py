@@ -80,9 +80,11 @@ def draw(
 
 
 def screenshot(page: Path, picture: Path, dashboard: dict[str, Any]) -> None:
-    """Take a picture of the page with the Chromium that is there."""
+    """Take a picture of the page, if there is a Chromium."""
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)))
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        return
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
     subprocess.run(
         [

@@ -5,6 +5,7 @@ The pool is the one thing that is not here: tests/e2e/test_gate.py has it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -17,7 +18,7 @@ from controlplane.aliases.contents import contents_of
 from controlplane.aliases.models import Alias
 from controlplane.aliases.services import revision_get
 from controlplane.audit.models import AuditEvent
-from controlplane.errors import Unavailable
+from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.evaluations import asking, execution, gate
 from controlplane.evaluations.asking import Asked
 from controlplane.evaluations.comparison import Changed, pair_of
@@ -350,3 +351,20 @@ def test_sums_over_different_tokens_are_not_compared() -> None:
         after = Result(score=1.0, logprob=-3.0, num_tokens=num_tokens)
         pair = pair_of(Changed(case=Case(), before=before, after=after))
         assert (pair.score, pair.live_score, pair.logprob) == (1.0, 1.0, logprob)
+
+
+def test_an_expected_answer_that_is_too_long_leaves_the_answer_its_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answered(evaluation: Evaluation, caller: Any, case: Case) -> Asked:
+        return Asked(case=case, output="It is 2.", finish_reason="stop")
+
+    async def scored(caller: Any, case: Case) -> Any:
+        raise InvalidRequest("It has more tokens than the context.")
+
+    monkeypatch.setattr(asking, "_answered", answered)
+    monkeypatch.setattr(asking, "_scored", scored)
+    for checks, output, is_refused in ((EXACT, "It is 2.", False), ([], "", True)):
+        case = Case(expected="It is 2.", checks=checks)
+        found = asyncio.run(asking._asked(Evaluation(), None, case))  # type: ignore[arg-type]
+        assert (found.output, found.logprob, bool(found.error)) == (output, None, is_refused)
