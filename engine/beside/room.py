@@ -23,8 +23,9 @@ import torch
 from engine.beside.pace import DeviceStopwatch, HostStopwatch, Pace, Stopwatch
 from engine.engine import Engine
 from engine.errors import OutOfMemory
-from engine.training.memory import bytes_per_element, plan_memory
+from engine.training.memory import bytes_per_element, elements_of, plan_memory
 from engine.training.model import TrainingModel
+from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from kernels.training import SPAN
 
@@ -34,6 +35,8 @@ _BURST_S = 1.0
 _TOKENS = {"cpu": 256, "cuda": 4096}
 # Of a GPU's free memory, what is left to serving: blocks of its allocator, prompts' activations.
 _LEFT_FREE = 0.25
+# The ranks that kernels are compiled for before requests come: what others share or are near to.
+_USUAL_RANKS = (16,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +50,11 @@ class BesideConfig:
     longest_s     seconds from one step of the engine to the next at most
     """
 
-    share: float = 0.8
+    share: float = 0.85
     page_share: float = 0.6
     token_budget: int | None = None
     max_runs: int = 64
-    longest_s: float = 0.05
+    longest_s: float = 0.075
 
     def __post_init__(self) -> None:
         for name in ("share", "page_share"):
@@ -74,6 +77,14 @@ class Serving(Protocol):
         """Have the engine read the step in flight, and pass its outputs on."""
 
 
+class _Nothing:
+    """Serving while there are no requests yet."""
+
+    def receive(self) -> None: ...
+    def step(self) -> None: ...
+    def settle(self) -> None: ...
+
+
 class TrainingRoom:
     """Owns the trainer and the pages that it has, between `open` and `close`.
 
@@ -87,9 +98,8 @@ class TrainingRoom:
         self._engine, self._lending, self._serving = engine, engine.lending, serving
         self._weights, self._config = engine.lending.weights, config
         self._pace = Pace(config.share, config.longest_s)
-        device = self._weights.embedding.device.type
-        self._budget = config.token_budget or _TOKENS[device]
-        self._watch: Stopwatch = DeviceStopwatch() if device == "cuda" else HostStopwatch()
+        self._budget = config.token_budget or _TOKENS[self._weights.embedding.device.type]
+        self._watch = self._stopwatch()
         self._trainer: BatchTrainer | None = None
 
     @property
@@ -105,6 +115,28 @@ class TrainingRoom:
     def trained_s(self) -> float:
         """Seconds of the device that went into training so far."""
         return self._watch.seconds
+
+    def prepare(self, ranks: Sequence[int] = _USUAL_RANKS) -> None:
+        """Train random rows of a run of each rank, and forget them; before there are requests.
+
+        So a GPU's kernels are compiled, or read from Triton's cache, while nobody waits. Of a
+        worker just started the first run held requests up for 20 s (H100). A rank that finds no
+        room is left out.
+        """
+        serving, self._serving = self._serving, _Nothing()
+        try:
+            for rank in ranks:
+                run = _rehearsal(rank)
+                trainer = self.open([elements_of(self._engine.model, run.settings)])
+                if trainer is not None:
+                    trainer.add(run)
+                    while trainer.has_work:
+                        trainer.step()
+                self.close()
+        finally:
+            self._serving = serving
+        self._watch = self._stopwatch()
+        self._lending.trained_s = 0.0
 
     def open(self, sizes: Sequence[int]) -> BatchTrainer | None:
         """Take pages for runs of these sizes, and make a trainer in them.
@@ -180,6 +212,9 @@ class TrainingRoom:
             return steps == 0 or self._lending.may_get_first_token
         return self._pace.is_due(now, self._watch.seconds)
 
+    def _stopwatch(self) -> Stopwatch:
+        return DeviceStopwatch() if self._weights.embedding.is_cuda else HostStopwatch()
+
     def _num_recomputed(self, dtype: torch.dtype) -> int:
         """Layers that a micro-batch computes again, for what is free outside the arena."""
         device = self._weights.embedding.device
@@ -202,3 +237,15 @@ class TrainingRoom:
                 "LORIKEET_TRAINER_GPU_SHARE) or a smaller token_budget"
             ) from error
         return plan.num_recomputed
+
+
+def _rehearsal(rank: int) -> RunRequest:
+    """A run of one step that passes everything that a run may: updates and validation."""
+    rows = RunRows(torch.arange(64) % 8, torch.ones(64, dtype=torch.bool), [32, 32])
+    return RunRequest(
+        run_id="rehearsal",
+        tenant="",
+        rows=rows,
+        settings=RunSettings(rank=rank, steps=1, batch_size=2),
+        held_out=HeldOut(rows=rows, every=1),
+    )

@@ -135,6 +135,8 @@ def make_host(engine: Any, loop: EngineProcess, config: WorkerConfig) -> HostLik
     assert settings is not None
     device = engine.lending.weights.norm.device
     room = TrainingRoom(engine, loop, BesideConfig(share=settings.share))
+    if device.type == "cuda":
+        room.prepare()
     return TrainingHost(
         room,
         settings.socket,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Of give_ways that end nothing: with it a test that makes no progress says so, and where.
-MOST_ROUNDS = 5000
+# Seconds after which a test that makes no progress says so, and where: without training a step is
+# due every `BesideConfig.longest_s`.
+MOST_S = 60.0
 
 
 @pytest.fixture
@@ -43,7 +46,8 @@ def state(engine: Engine, feed: Feed) -> str:
 
 
 def serve_to_the_end(engine: Engine, room: TrainingRoom, feed: Feed) -> None:
-    for _ in range(MOST_ROUNDS):
+    until = time.monotonic() + MOST_S
+    while time.monotonic() < until:
         if feed.is_done:
             return
         room.give_way()
@@ -61,9 +65,8 @@ def test_both_come_to_their_ends_and_pages_come_back(engine: Engine) -> None:
     lent, results = engine.lending.pages, dict[str, Result]()
     for each in runs:
         trainer.add(each)
-    for _ in range(MOST_ROUNDS):
-        if not trainer.has_work:
-            break
+    until = time.monotonic() + MOST_S
+    while trainer.has_work and time.monotonic() < until:
         note(results, trainer.step())
         engine.check_integrity()
     assert not trainer.has_work, f"runs did not end: {results.keys()}; {state(engine, feed)}"

@@ -116,6 +116,24 @@ def test_both_come_to_what_they_come_to_alone(make_engine: MakeEngine, is_ahead:
     assert after.free_pages + after.adapter_pages == before.free_pages + before.adapter_pages
 
 
+def test_what_was_prepared_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    """Nor does a rank that finds no room keep others from it."""
+    engine = make_engine(arena_bytes=ARENA, lends_weights=True)
+    before, feed = engine.stats(), Feed(engine, requests_of(3))
+    room = TrainingRoom(engine, feed, BesideConfig(page_share=0.2))
+    room.prepare((256, 4, 16))  # the first one needs more
+    assert engine.stats() == before and room.trained_s == 0.0
+    assert feed.calls == feed.steps == 0 and not room.is_open
+    runs = eight_runs()[:2]
+    trained, trainer, results = alone(engine, runs), opened(room, engine, runs), dict[str, Result]()
+    for each in runs:
+        trainer.add(each)
+    while trainer.has_work:
+        note(results, trainer.step())
+    assert all(trained[name].losses == results[name].losses for name in trained)
+    assert room.trained_s > 0 and feed.calls > 0
+
+
 def test_pages_go_back_when_requests_need_them_and_the_runs_go_on_later(
     make_engine: MakeEngine,
 ) -> None:
