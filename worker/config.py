@@ -33,7 +33,7 @@ class TrainingConfig:
     """
 
     socket: Path
-    share: float = 0.8
+    share: float = 0.85
     window: DailyWindow | None = None
 
     def is_open(self) -> bool:
@@ -236,7 +236,7 @@ def _training(read: _Reader) -> TrainingConfig | None:
     path = read.text("LORIKEET_TRAINING_SOCKET", "")
     if not path:
         return None
-    text = read.text("LORIKEET_TRAINING_SHARE", "0.8")
+    text = read.text("LORIKEET_TRAINING_SHARE", "0.85")
     try:
         share = float(text)
     except ValueError:
