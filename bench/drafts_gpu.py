@@ -5,7 +5,10 @@
 The weights and the adapters are random, so acceptance is planted, or forced by a grammar. Each case
 says which. Needs llguidance, not Outlines; grammars cut text by the given tokenizer. Every case
 runs the same requests with drafts off and on, in turns, on one engine. `ms_token` is the wall time
-per emitted token and client: of everything, divided by the tokens of one client.
+per emitted token and client while all of them write: from the first step after which each has a
+token to the first end of an answer, divided by the tokens of one client in it. With drafts answers
+do not end together, and a step for the last few costs what a full one does. `ms_token_whole` is of
+everything, prompts and ends included.
 
     exact    a small model in fp32: the tokens with drafts, and beside other rows, are those of
              drafts off; greedy and drawn
@@ -135,9 +138,10 @@ def schema(number: int) -> str:
 
 @dataclass(slots=True)
 class Found:
-    """What one run gave."""
+    """What one run gave; `ms_token` as the module's docstring says, and of everything."""
 
-    seconds: float
+    ms_token: float
+    ms_token_whole: float
     tokens: dict[str, list[int]]
     accepted: Counter[str]
     rejected: int
@@ -145,6 +149,33 @@ class Found:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
+
+
+class _Window:
+    """The time in which all of a case's requests write."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch, self._started = batch, time.perf_counter()
+        self._first: tuple[float, int] | None = None  # when each had a token, and tokens so far
+        self._last: tuple[float, int] | None = None  # behind the last step before one ended
+        self._has_end = False
+
+    def end(self) -> None:
+        """An answer has ended in this step."""
+        self._has_end = True
+
+    def note(self, tokens: dict[str, list[int]]) -> None:
+        """A step was made; `tokens` so far."""
+        if len(tokens) == self._batch and not self._has_end:
+            self._last = time.perf_counter(), sum(map(len, tokens.values()))
+            self._first = self._first or self._last
+
+    def times(self, tokens: dict[str, list[int]]) -> tuple[float, float]:
+        """Milliseconds per token and client in the window, and of everything until now."""
+        assert self._first is not None and self._last is not None
+        whole = (time.perf_counter() - self._started) / sum(map(len, tokens.values()))
+        inside = (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
+        return 1000 * self._batch * inside, 1000 * self._batch * whole
 
 
 class DraftsBench:
@@ -191,7 +222,7 @@ class DraftsBench:
         tokens: dict[str, list[int]] = {}
         accepted: Counter[str] = Counter()
         rejected = 0
-        started = time.perf_counter()
+        window = _Window(case.batch)
         while self.engine.has_work():
             for output in self.engine.step():
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
@@ -200,9 +231,11 @@ class DraftsBench:
                 if output.finish_reason is not None:
                     accepted.update(output.accepted_drafts)
                     rejected += output.num_rejected_drafts
+                    window.end()
+            window.note(tokens)
         if self.device != "cpu":
             torch.cuda.synchronize()
-        return Found(time.perf_counter() - started, tokens, accepted, rejected)
+        return Found(*window.times(tokens), tokens, accepted, rejected)
 
     def _with_heads(self, digest: str) -> str:
         """Return the digest of the same adapter with random draft heads, registered once."""
@@ -236,6 +269,7 @@ class DraftsBench:
         ways = {True: (not is_masks, case.kind in ("masks", "forced")),
                 False: (False, case.kind == "forced")}  # fmt: skip
         times: dict[bool, list[float]] = {True: [], False: []}
+        whole: dict[bool, list[float]] = {True: [], False: []}
         found: dict[bool, Found] = {}
         plants = contextlib.nullcontext() if case.kind not in PLANTS else planted(case.kind)
         with plants:
@@ -243,8 +277,8 @@ class DraftsBench:
                 for way, (on, has_schema) in ways.items():
                     found[way] = self.run(case, on, has_schema=has_schema, sampling=sampling)
                     if repeat:
-                        client = found[way].num_tokens / case.batch
-                        times[way].append(1000 * found[way].seconds / client)
+                        times[way].append(found[way].ms_token)
+                        whole[way].append(found[way].ms_token_whole)
             on, has_schema = ways[True]
             with Stages() as stages:
                 self.run(case, on, has_schema=has_schema, sampling=sampling)
@@ -255,6 +289,8 @@ class DraftsBench:
             "case": case.name,
             "ms_token": round(own, 3),
             "ms_token_off": round(off, 3),
+            "ms_token_whole": round(statistics.median(whole[True]), 3),
+            "ms_token_whole_off": round(statistics.median(whole[False]), 3),
             "tokens_per_step": round(count / max(count - accepted, 1), 2),
             "accepted_share": {k: round(n / count, 3) for k, n in found[True].accepted.items()},
             "rejected": found[True].rejected,
