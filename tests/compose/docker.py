@@ -1,4 +1,7 @@
-"""A Docker engine to test with: the one that is there, or one of our own in a scratch folder."""
+"""A Docker engine to test with: the one that is there, or one of our own in a scratch folder.
+
+`python -m tests.compose.docker` says whether there can be one here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -138,3 +143,18 @@ def compose_command() -> list[str]:
         return ["docker", "compose"]
     need("docker-compose", "docker-compose")
     return ["docker-compose"]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="lorikeet-docker-") as scratch:
+        try:
+            with engine(Path(scratch)):
+                compose_command()
+        except Missing as error:
+            print(error, file=sys.stderr)  # noqa: T201
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
