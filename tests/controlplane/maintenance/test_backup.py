@@ -122,7 +122,7 @@ def test_a_broken_backup_is_refused_by_the_name_of_the_part(
     content = large.read_bytes()
     replace(large, content[:-1])
     assert f"{large} (the object t/large) is incomplete" in said()
-    replace(large, b"x" + content[1:])
+    replace(large, bytes([content[0] ^ 1]) + content[1:])  # it is random: no byte is surely another
     assert f"{large} (the object t/large) is damaged" in said()
     large.unlink()
     assert f"{large} (the object t/large) cannot be read: No such file" in said()
