@@ -13,7 +13,7 @@ from pathlib import Path
 from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.data_split import first_prompt_digest, is_validation
 from contract.row_messages import Row
-from contract.training import Hyperparameters, JobError, TrainJob
+from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
 from worker.text.codec import PromptError, TextCodec
 from worker.training.example_store import ExampleStore
 from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
@@ -114,8 +114,9 @@ def load_data(codec: TextCodec, job: TrainJob) -> Examples:
     if job.has_validation:
         validation.check()
         if not validation.num_rows:
+            larger = "raise it, " if hyper.validation_share < BOUNDS["validation_share"][2] else ""
             raise DatasetError(
-                f"no row is in the validation share of {hyper.validation_share:g}: raise it, add "
+                f"no row is in the validation share of {hyper.validation_share:g}: {larger}add "
                 "rows, or give a validation dataset"
             )
     return Examples(

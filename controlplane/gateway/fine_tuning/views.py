@@ -78,12 +78,15 @@ class JobsView(GatewayAPIView):
 
 def _with_metadata(request: Request) -> QuerySet[TrainingRun]:
     """Return the jobs that the query asks for. Raises InvalidRequest."""
-    rows, wanted = services.jobs_list(), {}
+    rows, wanted, is_bad = services.jobs_list(), {}, False
     for name, value in request.query_params.items():
         if match := _KEY.fullmatch(name):
             wanted[match[1]] = value
+        elif name.startswith("metadata["):
+            is_bad = True  # ignored, it would list jobs that were not asked for
     is_null = request.query_params.get("metadata")
-    if is_null not in (None, "null") or (is_null and wanted) or len(wanted) > MAX_METADATA:
+    is_bad = is_bad or is_null not in (None, "null") or len(wanted) > MAX_METADATA
+    if is_bad or (is_null and wanted):
         raise InvalidRequest(
             "A filter is metadata[key]=value, or metadata=null alone.", param="metadata"
         )

@@ -91,7 +91,8 @@ def test_prompts_that_are_in_both_are_counted(tmp_path: Path, tiny_base: Path) -
     ("train", "others", "hyper", "message"),
     [
         (TRAIN[:1], None, {}, "rows to train on: 1; 2 are needed"),
-        (TRAIN[:1] * 2, None, {"validation_share": 0.001}, "no row is in the validation share"),
+        (TRAIN[:1] * 2, None, {"validation_share": 0.001}, "in the validation share of 0.001: rai"),
+        (TRAIN[1:2] * 2, None, {"validation_share": 0.5}, "validation share of 0.5: add rows"),
         (TRAIN, [], {}, "has no rows"),
         (TRAIN, [row("a" * 200)], {"max_length": 64}, "of the validation dataset, line 1 has"),
         (TRAIN, None, {"patience": 2}, "hyperparameters.patience: needs rows to validate with"),

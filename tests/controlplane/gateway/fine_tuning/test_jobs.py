@@ -153,7 +153,10 @@ def test_pages_and_metadata_filters(site: Site) -> None:
     assert listed("metadata[team]=a&metadata[run]=1") == [made[0]]
     assert listed("metadata[team]=") == [made[2]]
     assert listed("metadata=null")[0] == made[3] and made[2] not in listed("metadata=null")
-    for query in ("metadata=null&metadata[team]=a", "metadata=x", "after=nothing", "limit=0"):
+    for query in (
+        *("metadata=null&metadata[team]=a", "metadata=x", "after=nothing", "limit=0"),
+        *("metadata[]=a", f"metadata[{'k' * 65}]=a", "metadata[team=a"),
+    ):
         assert site.send("GET", f"{JOBS}?{query}", "globex").status_code == 400
 
 
