@@ -36,7 +36,7 @@ _TOKENS = {"cpu": 256, "cuda": 4096}
 # Of a GPU's free memory, what is left to serving: blocks of its allocator, prompts' activations.
 _LEFT_FREE = 0.25
 # The ranks that kernels are compiled for before requests come: what others share or are near to.
-_USUAL_RANKS = (16,)
+_USUAL_RANKS = (8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
