@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[*CASES, *TRAINER_CASES, *LONG_CASES])
     parser.add_argument("--quick", action="store_true", help="three steps, nothing measured before")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--beside-share", type=float, default=0.85)
+    parser.add_argument("--beside-share", type=float, default=BesideConfig().share)
     parser.add_argument("--night-share", type=float, default=1.0)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--micro", action="store_true")

@@ -13,6 +13,7 @@ Start reading at `TrainingRoom.give_way`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from engine.training.model import TrainingModel
 from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from kernels.training import SPAN
+
+log = logging.getLogger(__name__)
 
 # Seconds of steps for requests without a first token before training has a layer again.
 _BURST_S = 1.0
@@ -117,12 +120,14 @@ class TrainingRoom:
         return self._watch.seconds
 
     def prepare(self, ranks: Sequence[int] = _USUAL_RANKS) -> None:
-        """Train random rows of a run of each rank, and forget them; before there are requests.
+        """Train made-up rows of a run of each rank, and forget them; before there are requests.
 
         So a GPU's kernels are compiled, or read from Triton's cache, while nobody waits. Of a
         worker just started the first run held requests up for 20 s (H100). A rank that finds no
-        room is left out.
+        room is left out. Where a micro-batch has too little memory the log says so, and nothing
+        more is prepared: a run is told when it asks.
         """
+        began = time.monotonic()
         serving, self._serving = self._serving, _Nothing()
         try:
             for rank in ranks:
@@ -133,7 +138,13 @@ class TrainingRoom:
                     while trainer.has_work:
                         trainer.step()
                 self.close()
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            log.warning("training is not prepared: %s", error)
+        else:
+            seconds = round(time.monotonic() - began, 1)
+            log.info("training is prepared", extra={"seconds": seconds})
         finally:
+            self.close()
             self._serving = serving
         self._watch = self._stopwatch()
         self._lending.trained_s = 0.0

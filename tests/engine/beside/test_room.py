@@ -13,6 +13,7 @@ import torch
 
 from engine import Engine, Request
 from engine.beside.room import BesideConfig, TrainingRoom
+from engine.errors import OutOfMemory
 from engine.training.checkpoint import Checkpoint
 from engine.training.events import RunProgress
 from engine.training.memory import elements_of
@@ -132,6 +133,19 @@ def test_what_was_prepared_leaves_nothing_behind(make_engine: MakeEngine) -> Non
         note(results, trainer.step())
     assert all(trained[name].losses == results[name].losses for name in trained)
     assert room.trained_s > 0 and feed.calls > 0
+
+
+def test_what_cannot_be_prepared_keeps_no_worker_from_serving(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_small(*_: Any) -> int:
+        raise OutOfMemory("too little")
+
+    monkeypatch.setattr(TrainingRoom, "_num_recomputed", too_small)
+    engine = make_engine(arena_bytes=ARENA, lends_weights=True)
+    before, room = engine.stats(), TrainingRoom(engine, Feed(engine, []), BesideConfig())
+    room.prepare((4,))
+    assert engine.stats() == before and not room.is_open
 
 
 def test_pages_go_back_when_requests_need_them_and_the_runs_go_on_later(
