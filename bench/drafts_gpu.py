@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -171,10 +172,14 @@ class _Window:
             self._first = self._first or self._last
 
     def times(self, tokens: dict[str, list[int]]) -> tuple[float, float]:
-        """Milliseconds per token and client in the window, and of everything until now."""
-        assert self._first is not None and self._last is not None
+        """Milliseconds per token and client in the window, and of everything until now.
+
+        The former is not a number if there was no window: one had ended when another began.
+        """
         whole = (time.perf_counter() - self._started) / sum(map(len, tokens.values()))
-        inside = (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
+        inside = math.nan
+        if self._first is not None and self._last is not None and self._last > self._first:
+            inside = (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
         return 1000 * self._batch * inside, 1000 * self._batch * whole
 
 
@@ -284,6 +289,8 @@ class DraftsBench:
                 self.run(case, on, has_schema=has_schema, sampling=sampling)
                 profile = stages.summary()
         own, off = statistics.median(times[True]), statistics.median(times[False])
+        if math.isnan(sum(times[True] + times[False])):
+            raise ValueError("in a measured run not all requests wrote at a time")
         count, accepted = found[True].num_tokens, found[True].accepted.total()
         result: dict[str, Any] = {
             "case": case.name,
