@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -15,8 +15,9 @@ import torch
 
 from engine.adapters.files import DigestOf
 from engine.config import EngineConfig
+from engine.drafts.ahead import MAX_DRAFTS
 from engine.drafts.heads import HeadDrafts
-from engine.drafts.speculation import MAX_DRAFTS, Speculation
+from engine.drafts.speculation import Speculation
 from engine.errors import RequestError
 from engine.execution.adapter_store import make_store
 from engine.execution.batch import BatchBuilder
@@ -259,6 +260,7 @@ class Engine:
                 break
             # Nothing was launched over the placeholders, or one was wrong: once more, without any.
         if (launched := self._in_flight) is not None:
+            self._speculation.cut(launched.step)
             launched.choose()
             if launched.is_done:  # on a CPU
                 self._in_flight = None
@@ -384,7 +386,7 @@ class Engine:
         for sequence in previous.step.sampling:
             if is_full(sequence, self._context_limit):
                 self._requests.release(sequence)  # its last token is in flight
-        may_draft = self._speculation.look_ahead(previous.step)
+        may_draft = self._speculation.look_ahead(previous)
         if previous.can_replay and not may_draft and not self._scheduler.can_admit(now):
             new_pages = self._scheduler.reserve_next_pages(previous.step.rows)
             if new_pages is not None:
@@ -412,10 +414,10 @@ class Engine:
         overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
-        outputs = self._take(sampling, sampled, overflowed)
+        outputs = self._take(sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
             outputs += self._take(sequences, list(map(checked, sequences, tokens)))
-        self._speculation.settle(launched, dropped)
+        self._speculation.settle(launched, dropped, self._in_flight)
         return outputs
 
     def _take(
@@ -423,11 +425,13 @@ class Engine:
         sequences: list[Sequence],
         tokens: list[Sampled],
         overflowed: SequenceOf[Sequence] = (),
+        void: Collection[Sequence] = (),
     ) -> list[RequestOutput]:
-        """Append one token to each sequence."""
+        """Append one token to each sequence that is not `void`."""
         outputs = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            if sequence.has_ended:  # in the step before, when this one was in flight
+            # It has ended in the step before, when this one was in flight.
+            if sequence.has_ended or sequence in void:
                 continue
             error = overflow_of(sequence) if sequence in overflowed else token.error
             if error is not None:

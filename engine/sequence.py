@@ -68,6 +68,7 @@ class Sequence:
     prompt_logprobs  those known so far; None: not asked for
     versions      registration numbers of its adapters, in order: the content of each digest
     has_left      whether it has given back its pages; its last token may still be in flight
+    is_assumed    whether some of its tokens are drafts that may be wrong; not admitted until known
     num_skips     how often it was overtaken by a sequence of its class
     num_drafted   tokens that were drafted for it so far
     accepted      those that were right, by source
@@ -83,6 +84,7 @@ class Sequence:
         "has_ended",
         "has_left",
         "index",
+        "is_assumed",
         "is_running",
         "is_waiting_for_grammar",
         "num_cached",
@@ -130,6 +132,7 @@ class Sequence:
         self.is_running = False
         self.has_ended = False
         self.has_left = False
+        self.is_assumed = False
         self.is_waiting_for_grammar = False
         self.num_skips = 0
         self.num_drafted = 0
@@ -202,6 +205,11 @@ class Row:
     drafts  guesses of the tokens that follow its last one; `num_tokens` counts them too
     sources of each draft, where it comes from
     certain of each draft, whether it needs no logits: the grammar allows no other token there
+    is_ahead  whether the next step may be launched before it is known which drafts are right; if
+            one is wrong, the sequence's row in that step is void
+    guess   what its last token, which is in flight, was taken for; None: its drafts do not follow
+            from that, or it is known
+    num_sure  of the first drafts, how many are right if the guess is
     """
 
     sequence: Sequence
@@ -209,6 +217,9 @@ class Row:
     drafts: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     certain: tuple[bool, ...] = ()
+    is_ahead: bool = False
+    guess: int | None = None
+    num_sure: int = 0
 
     @property
     def num_wanted(self) -> int:
@@ -235,6 +246,7 @@ class Row:
         self.num_tokens -= len(self.drafts) - num_drafts
         self.drafts, self.sources = self.drafts[:num_drafts], self.sources[:num_drafts]
         self.certain = self.certain[:num_drafts]
+        self.num_sure = min(self.num_sure, num_drafts)
 
     @property
     def samples(self) -> bool:

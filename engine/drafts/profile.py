@@ -56,6 +56,29 @@ _HEAD_PRIORS = (0.7, 0.6, 0.5, 0.5)
 Place = tuple[int, tuple[int, ...]]
 
 
+#: Of the choices at a place: so many of the latest count.
+_MAX_TRIALS = 20.0
+
+
+class _Choices(NamedTuple):
+    """What was chosen at a place: the latest token, and how often it was that of before."""
+
+    token_id: int
+    num_same: float = 0.0
+    num_trials: float = 0.0
+
+    @property
+    def chance(self) -> float:
+        """The chance that the same one is chosen, as if two times had shown the prior."""
+        return (self.num_same + 2.0 * _PRIORS[Source.CHOICE]) / (self.num_trials + 2.0)
+
+    def behind(self, token_id: int) -> _Choices:
+        """Return what is known once a further token was chosen."""
+        fade = min(1.0, _MAX_TRIALS / (self.num_trials + 1.0))
+        num_same = (self.num_same + (token_id == self.token_id)) * fade
+        return _Choices(token_id, num_same, (self.num_trials + 1.0) * fade)
+
+
 class Profile:
     """Rates of right drafts by kind, and what was last chosen where a grammar allows few tokens.
 
@@ -67,7 +90,7 @@ class Profile:
         self._rates: dict[Kind, float] = {}
         self._counts: dict[Kind, int] = {}
         self._unpaid: dict[Kind, int] = {}
-        self._choices: OrderedDict[Place | tuple[int, ...], int] = OrderedDict()
+        self._choices: OrderedDict[Place | tuple[int, ...], _Choices] = OrderedDict()
 
     def rate(self, kind: Kind) -> float:
         """Return the chance that a draft of this kind is right, if those before it are."""
@@ -91,15 +114,19 @@ class Profile:
         self._num_gains += 1
         self.gain += (num_right - self.gain) * max(_SLOWEST, 1.0 / (1 + self._num_gains))
 
-    def choice(self, place: Place) -> int | None:
-        """Return the token that was last chosen at the place, or else among the same tokens."""
-        token_id = self._choices.get(place)
-        return self._choices.get(place[1]) if token_id is None else token_id
+    def choice(self, place: Place) -> tuple[int, float] | None:
+        """Return the token that was last chosen at the place, or else among the same tokens.
+
+        With the chance that it is chosen again: so often the same one was chosen twice there.
+        """
+        found = self._choices.get(place) or self._choices.get(place[1])
+        return None if found is None else (found.token_id, found.chance)
 
     def note_choice(self, place: Place, token_id: int) -> None:
         keys: tuple[Place | tuple[int, ...], ...] = (place, place[1])
         for key in keys:
-            self._choices[key] = token_id
+            known = self._choices.get(key)
+            self._choices[key] = _Choices(token_id) if known is None else known.behind(token_id)
             self._choices.move_to_end(key)
             if len(self._choices) > _MAX_CHOICES:
                 self._choices.popitem(last=False)

@@ -16,7 +16,7 @@ from engine.sampling.grammar import Matcher
 from engine.sampling.walk import Walk
 from engine.sequence import Sequence
 
-_FORCED, _CHOICE = Kind(Source.FORCED), Kind(Source.CHOICE)
+FORCED, CHOICE = Kind(Source.FORCED), Kind(Source.CHOICE)
 _LOOKUPS = tuple(Kind(Source.LOOKUP, agreeing) for agreeing in range(4))
 _MEMORIES = tuple(Kind(Source.MEMORY, agreeing) for agreeing in range(4))
 
@@ -39,7 +39,10 @@ class Proposal:
     kinds   of each draft
     places  of each draft, and of the token behind the last one, as far as it was looked at; None:
             the grammar allows many tokens there
-    is_ahead  whether it is what is forced behind a token in flight
+    is_ahead  whether it follows a token in flight
+    guess     what that token was taken for, where the grammar allows few; None: it is certain
+    guess_at  the place of that token, if the grammar allows few
+    num_drafts  how many of its tokens became drafts; set when they do
     """
 
     profile: Profile
@@ -48,6 +51,20 @@ class Proposal:
     kinds: list[Kind] = field(default_factory=list)
     places: list[Place | None] = field(default_factory=list)
     is_ahead: bool = False
+    guess: int | None = None
+    guess_at: Place | None = None
+    num_drafts: int = 0
+
+    @property
+    def num_sure(self) -> int:
+        """Of its first drafts, how many are forced."""
+        others = (i for i, kind in enumerate(self.kinds) if kind is not FORCED)
+        return next(others, len(self.kinds))
+
+    def keep(self, count: int) -> None:
+        """Keep the first drafts only."""
+        if count < len(self.tokens):
+            del self.tokens[count:], self.kinds[count:], self.places[count:]
 
     def learn(self, found: list[int]) -> None:
         """Note the tokens that were chosen where the drafts are, and the one behind them."""
@@ -106,7 +123,7 @@ class _Drafting:
         count = len(self.proposal.tokens)
         if count < self._most:
             for token_id in self._walk.forced():
-                if not self._add(token_id, _FORCED):
+                if not self._add(token_id, FORCED):
                     break
         return len(self.proposal.tokens) > count
 
@@ -118,8 +135,8 @@ class _Drafting:
             return False
         few = self._walk.few_allowed()
         place = None if few is None else (self._last, few)
-        token_id = None if place is None else self.proposal.profile.choice(place)
-        if token_id is not None and self._add(token_id, _CHOICE, place):
+        chosen = None if place is None else self.proposal.profile.choice(place)
+        if chosen is not None and self._add(chosen[0], CHOICE, place, rate=chosen[1]):
             return True
         self.proposal.places.append(place)
         return False
@@ -169,14 +186,23 @@ class _Drafting:
         return (self.proposal.tokens or self._sequence.token_ids)[-1]
 
     def _add(
-        self, token_id: int, kind: Kind, place: Place | None = None, *, is_probe: bool = False
+        self,
+        token_id: int,
+        kind: Kind,
+        place: Place | None = None,
+        *,
+        is_probe: bool = False,
+        rate: float | None = None,
     ) -> bool:
-        """Add a draft if it is legal and pays."""
+        """Add a draft if it is legal and pays.
+
+        rate  how often it is right; None: as others of its kind
+        """
         proposal = self.proposal
         count = len(proposal.tokens)
         if count >= self._most or token_id in self._sequence.stop_ids:
             return False
-        chance = self._chance * proposal.profile.rate(kind)
+        chance = self._chance * (proposal.profile.rate(kind) if rate is None else rate)
         pays = is_probe or chance >= self._least_chance(count)
         if not pays and not proposal.profile.probes(kind):
             return False

@@ -7,31 +7,59 @@ free. A draft pays if it is right more often than its row would have given token
 On a GPU a step is launched ahead, before the tokens of the one in flight are read. Where the
 grammar forces a text behind the tokens that are known, its first token is the one in flight,
 whatever the logits are, and the others are drafts of the step that is launched: nothing waits for
-them. Other drafts follow from tokens that the host must know; it waits for these only where such
-drafts were right often enough lately.
+them. Where the grammar allows a few tokens, the one in flight is taken for the one that was chosen
+last, and so on behind it. A further step may be launched before it is known which of these are
+right; what it computes for a sequence with a wrong one counts for nothing. Other drafts follow from
+tokens that the host must know; it waits for these only where such drafts were right often enough
+lately.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
+from engine.drafts.ahead import MAX_DRAFTS, Candidate, propose_ahead
 from engine.drafts.answers import AnswerMemories
 from engine.drafts.costs import CPU, GPU
 from engine.drafts.heads import HeadDrafts
-from engine.drafts.profile import Kind, Profiles, Source
-from engine.drafts.proposer import Known, Proposal, propose
+from engine.drafts.profile import Place, Profile, Profiles, Source
+from engine.drafts.proposer import CHOICE, Known, Proposal, propose
 from engine.execution.in_flight import InFlightStep
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
 from engine.sequence import Row, Sequence, Step
 from engine.stats import DraftCounts
 
-#: The most drafts of one sequence in one step.
-MAX_DRAFTS = 16
 #: Now and then a step is waited for that does not seem worth it: it may cost so much of all steps.
 _TRYING = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A token in flight where the grammar allows few.
+
+    index  its place in the sequence
+    guess  what it was taken for; None: for nothing
+    """
+
+    sequence: Sequence
+    profile: Profile
+    index: int
+    place: Place
+    guess: int | None = None
+
+    def learn(self) -> bool:
+        """Note what was chosen; return whether there is nothing more to note."""
+        token_ids = self.sequence.token_ids
+        if self.index >= len(token_ids) or token_ids[self.index] < 0:
+            return self.sequence.has_ended
+        chosen = token_ids[self.index]
+        self.profile.note_choice(self.place, chosen)
+        if self.guess is not None:
+            self.profile.note(CHOICE, chosen == self.guess)
+        return True
 
 
 class Speculation:
@@ -59,8 +87,9 @@ class Speculation:
         self._profiles, self._answers = Profiles(), AnswerMemories()
         self._remembered: dict[Sequence, None] = {}  # those that run
         self._unlearned: list[tuple[Row, Proposal]] = []
-        # Drafts behind the token in flight, of the step that is planned.
-        self._forced: dict[Sequence, tuple[int, ...]] = {}
+        # Drafts behind tokens in flight, for the step that is planned.
+        self._ahead: dict[Sequence, Proposal] = {}
+        self._choices: list[_Choice] = []  # that are not known yet
         self._counts = {source: DraftCounts() for source in Source}
 
     def waits(self, step: Step) -> bool:
@@ -81,26 +110,38 @@ class Speculation:
             return True
         return False
 
-    def look_ahead(self, in_flight: Step) -> bool:
-        """Find the text that is forced behind the tokens of a step in flight; return if there is.
+    def look_ahead(self, launched: InFlightStep) -> bool:
+        """Find what is forced, or chosen among few, behind the tokens of a step in flight.
 
-        Its placeholders stand in the sequences. Where that step has drafts nothing is looked for:
-        they were all that is forced.
+        Its placeholders stand in the sequences. Where that step has drafts of a sequence nothing is
+        looked for. Returns whether there are drafts.
         """
-        self._forced = {}
+        self._ahead = {}
         if not self._is_on:
             return False
-        drafted = {row.sequence for row in in_flight.rows if row.drafts}
+        in_flight = launched.step
+        skipped = {row.sequence for row in in_flight.rows if row.drafts} | launched.void
+        candidates = []
         for sequence in in_flight.sampling:
-            if sequence.has_left or sequence in drafted or not sequence.request.speculation:
+            if sequence.has_left or sequence in skipped or not sequence.request.speculation:
                 continue
             matcher = self._grammars.matcher(sequence)
-            if matcher is not None and (most := self._most_useful(sequence)) > 0:
-                forced = matcher.forced()[1 : 1 + most]
-                stops = (i for i, token in enumerate(forced) if token in sequence.stop_ids)
-                if forced := forced[: next(stops, len(forced))]:
-                    self._forced[sequence] = forced
-        return bool(self._forced)
+            most = self._most_useful(sequence)
+            if matcher is not None and most > 0:
+                profile = self._known(sequence).profile
+                candidates.append(Candidate(sequence, matcher, profile, most))
+        num_sampling = len(in_flight.sampling)
+        row = self.costs.least_chance(num_sampling, num_sampling, 0)
+        for sequence, proposal in propose_ahead(candidates, self._grammars.compute_masks, row):
+            if proposal.guess_at is not None:
+                place = sequence.num_tokens - 1, proposal.guess_at, proposal.guess
+                self._choices.append(_Choice(sequence, proposal.profile, *place))
+            if proposal.tokens:
+                self._ahead[sequence] = proposal
+            elif proposal.guess is None and proposal.places and proposal.places[0] is not None:
+                place = sequence.num_tokens, proposal.places[0], None
+                self._choices.append(_Choice(sequence, proposal.profile, *place))
+        return bool(self._ahead)
 
     def propose(self, step: Step, *, is_ahead: bool = False) -> None:
         """Add drafts to the rows that sample.
@@ -118,22 +159,19 @@ class Speculation:
             return
         drafting = [row for row in sampling if row.sequence.request.speculation]
         if is_ahead:
-            self._propose_forced(step, drafting)
+            self._propose_ahead(step, drafting)
         elif len(sampling) <= self.costs.max_requests:
             self._propose_known(step, drafting, sampling)
 
-    def _propose_forced(self, step: Step, drafting: list[Row]) -> None:
-        """Add what is forced behind tokens that are in flight."""
+    def _propose_ahead(self, step: Step, drafting: list[Row]) -> None:
+        """Add what was found behind tokens that are in flight."""
         num_rows = step.num_tokens
         for row in drafting:
-            forced = self._forced.get(row.sequence, ())
-            forced = forced[: max(0, min(MAX_DRAFTS, step.budget, self.costs.max_rows - num_rows))]
-            if forced:
-                profile, first = self._known(row.sequence).profile, row.sequence.num_tokens
-                proposal = Proposal(profile, first, is_ahead=True)
-                proposal.tokens += forced
-                proposal.kinds += [Kind(Source.FORCED)] * len(forced)
-                num_rows += self._add(step, row, proposal)
+            proposal = self._ahead.get(row.sequence)
+            if proposal is not None:
+                proposal.keep(max(0, min(step.budget, self.costs.max_rows - num_rows)))
+                if proposal.tokens:
+                    num_rows += self._add(step, row, proposal)
 
     def _propose_known(self, step: Step, drafting: list[Row], sampling: list[Row]) -> None:
         """Add what all sources propose behind tokens that are known."""
@@ -160,9 +198,13 @@ class Speculation:
         row.drafts = tuple(proposal.tokens[:num])
         row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
         needs_logits = row.sequence.request.sampling.logprobs is not None
-        row.certain = tuple(
-            kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds[:num]
-        )
+        certain = [kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds]
+        if proposal.guess is not None:
+            certain[:1] = [False]  # if the guess is wrong, these logits give the next token
+        row.certain = tuple(certain[:num])
+        row.is_ahead, row.guess = proposal.is_ahead, proposal.guess
+        row.num_sure = min(proposal.num_sure, num)
+        proposal.num_drafts = num
         row.num_tokens += num
         step.budget -= num
         step.has_drafts = step.has_drafts or num > 0
@@ -190,13 +232,34 @@ class Speculation:
         least_chance = functools.partial(self.costs.least_chance, num_sampling, step.num_tokens)
         self._heads.guess(asked, num_sampling, least_chance, self.costs.asking)
 
-    def settle(self, launched: InFlightStep, dropped: InFlightStep | None = None) -> None:
+    def cut(self, step: Step) -> None:
+        """Cut drafts behind wrong guesses, once the tokens that were in flight are known."""
+        for row, _ in step.proposals:
+            sequence = row.sequence
+            if row.guess is None or not row.drafts or sequence.token_ids[-1] == row.guess:
+                continue
+            row.cut(0)
+            if sequence.is_running:
+                self._tables.trim(sequence)
+
+    def settle(
+        self,
+        launched: InFlightStep,
+        dropped: InFlightStep | None = None,
+        following: InFlightStep | None = None,
+    ) -> None:
         """Give back the pages of wrong drafts, once the step's tokens are known.
 
-        dropped  the step that was launched over a wrong token, if any
+        dropped    the step that was launched over a wrong token, if any
+        following  the step that was launched over its drafts, if any: it has a void row for each
+                   sequence of which one was wrong
         """
         if dropped is not None:
             self.drop(dropped.step)
+        for sequence in launched.misled():
+            self._tables.rewind(sequence)
+            if following is not None:
+                following.void.add(sequence)
         drafted, was_ahead = launched.drafted, launched.placed is not None
         # Of a step that the next one was launched over, they are overwritten.
         states = () if drafted is None or was_ahead else drafted.last_states()
@@ -220,23 +283,29 @@ class Speculation:
         """Learn from the steps that were settled: while the next one runs, if nothing stops it."""
         proposals, self._unlearned = self._unlearned, []
         for row, proposal in proposals:
-            found = row.sequence.token_ids[proposal.first :]
-            proposal.learn(found)
-            is_right, num_right, num_forced = True, 0, 0
-            for i, draft in enumerate(row.drafts):
+            token_ids = row.sequence.token_ids
+            found = token_ids[proposal.first :]
+            guess = proposal.guess
+            is_right = guess is None or token_ids[proposal.first - 1 : proposal.first] == [guess]
+            if is_right:
+                proposal.learn(found)
+            num_right = num_unwaited = 0
+            for i, draft in enumerate(proposal.tokens[: proposal.num_drafts]):
                 is_right = is_right and i < len(found) and found[i] == draft
                 source = proposal.kinds[i].source
                 self._counts[source].add(is_accepted=is_right)
                 num_right += is_right
-                num_forced += is_right and source is Source.FORCED
+                num_unwaited += is_right and source in (Source.FORCED, Source.CHOICE)
             if not proposal.is_ahead:
-                # Forced text needs no waiting: it takes one step more without.
-                proposal.profile.note_gain(num_right - max(0, num_forced - 1))
+                # Forced text and choices need no waiting: they take one step more without.
+                proposal.profile.note_gain(num_right - max(0, num_unwaited - 1))
+        if self._choices:
+            self._choices = [choice for choice in self._choices if not choice.learn()]
 
     def drop(self, step: Step) -> None:
         """Undo what was done for a step that was launched over a wrong token."""
-        for row, _ in step.proposals:
-            row.sequence.num_drafted -= len(row.drafts)
+        for row, proposal in step.proposals:
+            row.sequence.num_drafted -= proposal.num_drafts
             if row.sequence.is_running:
                 self._tables.trim(row.sequence)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.execution.gpu_runner import Tokens
 from engine.execution.prompt_scores import Scores
@@ -20,9 +20,10 @@ class InFlightStep:
     tokens            the tokens, if the device chooses them; None: the host does, in `read`
     scores            the prompt log-probabilities that the step computes
     is_done           whether the step has run already, as on a CPU
-    placed            sequences and how many of their last tokens stand for this step's: certain
-                      drafts, and a placeholder; its rows are committed then. None: none do
+    placed            sequences and how many of their last tokens stand for this step's: drafts,
+                      and a placeholder; its rows are committed then. None: none do
     drafted           chooses further tokens of the step; None: it has no drafts
+    void              sequences whose row counts for nothing: it followed from a wrong draft
     """
 
     step: Step
@@ -32,6 +33,7 @@ class InFlightStep:
     is_done: bool = False
     placed: list[tuple[Sequence, int]] | None = None
     drafted: Verification | None = None
+    void: set[Sequence] = field(default_factory=set)
 
     def choose(self) -> None:
         """Choose the tokens on the device, if that waited for the tokens of the step before."""
@@ -42,16 +44,20 @@ class InFlightStep:
         """Commit the rows and append ~i for token i, so that the next step can be scheduled.
 
         Only for tokens that the device chooses: it reads them as the next step's inputs. Drafts are
-        certain (`can_go_on`): they are appended before.
+        taken to be right (`can_go_on`) and appended before.
         """
         drafts = {row.sequence: row.drafts for row in self.step.rows if row.drafts}
         self.placed = []
         for row in self.step.rows:
-            if not row.sequence.has_ended:
-                row.sequence.token_ids.extend(row.drafts)
+            sequence = row.sequence
+            if self._goes_on(sequence):
+                sequence.token_ids.extend(row.drafts)
+                sequence.is_assumed = row.num_sure < len(row.drafts)
                 commit(row)
-        for i, sequence in enumerate(self.step.sampling):
-            if not sequence.has_ended:
+        sampling = self.step.sampling
+        newest = range(len(sampling)) if self.drafted is None else self.drafted.newest()
+        for i, sequence in zip(newest, sampling, strict=True):
+            if self._goes_on(sequence):
                 sequence.token_ids.append(~i)
                 self.placed.append((sequence, 1 + len(drafts.get(sequence, ()))))
 
@@ -59,14 +65,17 @@ class InFlightStep:
         """Remove from the sequences what stands for the step's tokens, now that they are read."""
         for sequence, count in self.placed or ():
             del sequence.token_ids[-count:]
+            sequence.is_assumed = False
 
     def commit(self, commit: Callable[[Row], None]) -> None:
         """Call `commit` with each row whose sequence goes on, unless that has been done."""
         if self.placed is None:
             for row in self.step.rows:
-                if row.sequence.has_ended:
-                    continue
-                commit(Row(row.sequence, row.num_known) if row.drafts else row)
+                if self._goes_on(row.sequence):
+                    commit(Row(row.sequence, row.num_known) if row.drafts else row)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        return not sequence.has_ended and sequence not in self.void
 
     def further(
         self, commit: Callable[[Row], None]
@@ -78,19 +87,25 @@ class InFlightStep:
         if self.drafted is not None:
             yield from self.drafted.go_on(commit if self.placed is None else _ignore)
 
+    def misled(self) -> list[Sequence]:
+        """Return the sequences to which drafts were appended that turned out to be wrong."""
+        if self.drafted is None or self.placed is None:
+            return []
+        return [row.sequence for row in self.drafted.wrong_rows() if not row.sequence.has_ended]
+
     @property
     def can_go_on(self) -> bool:
         """Whether the next step may be launched before the tokens of this one are read."""
         if self.tokens is None:
             return False
-        return self.drafted is None or all(row.is_certain for row in self.step.rows)
+        return self.drafted is None or all(row.is_ahead or row.is_certain for row in self.step.rows)
 
     @property
     def can_replay(self) -> bool:
         """Whether the next step may replay the graph: decodes that all keep their pages."""
         if self.tokens is None or not self.tokens.can_replay:
             return False
-        return not any(row.sequence.has_left for row in self.step.rows)
+        return not self.void and not any(row.sequence.has_left for row in self.step.rows)
 
     @property
     def is_mispredicted(self) -> bool:

@@ -31,11 +31,13 @@ class _Place:
     """Where a row's verification is.
 
     depth  number of drafts that were right
+    first  row of the logits behind the sequence's last token
     last   row of the logits that the newest token was chosen from
     next   row of the logits that the next token is chosen from, unless that is certain
     """
 
     row: Row
+    first: int
     next: int
     depth: int = 0
     last: int = 0
@@ -101,7 +103,7 @@ class Verification:
         count = 0
         for row in rows:
             if row.samples:
-                self._places.append(_Place(row, count))
+                self._places.append(_Place(row, count, count))
                 count += row.num_wanted
 
     def read(self) -> list[Sampled]:
@@ -125,6 +127,14 @@ class Verification:
             for sequence in sequences:
                 commit(Row(sequence, 1))
             yield sequences, self._choose(going)
+
+    def newest(self) -> list[int]:
+        """Return the row of the logits behind each sequence's last draft."""
+        return [place.first + place.row.num_wanted - 1 for place in self._places]
+
+    def wrong_rows(self) -> list[Row]:
+        """Return the rows of which a draft was wrong, once all tokens are chosen."""
+        return [place.row for place in self._places if place.depth < len(place.row.drafts)]
 
     def last_states(self) -> Iterator[tuple[Sequence, torch.Tensor]]:
         """Yield each sequence with a copy of what the LM head read [E] for its newest token."""

@@ -26,7 +26,7 @@ class PageKeys:
     versions   of the adapters, in their order, where a digest may come to stand for other content
     """
 
-    __slots__ = ("_keys", "_page_size", "_parent")
+    __slots__ = ("_keys", "_page_size", "_root")
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PageKeys:
     ) -> None:
         parts = [[digest, float(weight).hex()] for digest, weight in adapter_key]
         identity = [tenant_id, parts, list(versions)]
-        self._parent = hashlib.sha256(json.dumps(identity).encode()).digest()
+        self._root = hashlib.sha256(json.dumps(identity).encode()).digest()
         self._page_size = page_size
         self._keys: list[bytes] = []
 
@@ -47,9 +47,13 @@ class PageKeys:
             start = len(self._keys) * self._page_size
             tokens = array("q", token_ids[start : start + self._page_size])
             assert len(tokens) == self._page_size, "the page is not full"
-            self._parent = hashlib.sha256(self._parent + tokens.tobytes()).digest()
-            self._keys.append(self._parent)
+            parent = self._keys[-1] if self._keys else self._root
+            self._keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return self._keys[:num_pages]
+
+    def forget(self, num_pages: int) -> None:
+        """Forget the keys of all pages but the first `num_pages`: their tokens may change."""
+        del self._keys[num_pages:]
 
 
 class PrefixCache:

@@ -25,8 +25,8 @@ import torch
 
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
-from engine.sampling.masks import MaskThreads, MaskTree, write_mask
-from engine.sampling.walk import Behind, Walk, only_of
+from engine.sampling.masks import Masked, MaskThreads, MaskTree, write_mask
+from engine.sampling.walk import Behind, Walk, few_of
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
@@ -66,6 +66,11 @@ class Matcher:
         return self._mask
 
     @property
+    def key(self) -> tuple[int, int]:
+        """The same for all that are at this place."""
+        return id(self.tree), self.place
+
+    @property
     def knows_mask(self) -> bool:
         """Whether `mask` need not be computed."""
         if self._mask is None:
@@ -94,27 +99,35 @@ class Matcher:
         else:
             write_mask(mask, words)
 
-    def forced(self) -> tuple[int, ...]:
-        """Return the tokens of the text that is forced here; () unless one token alone is allowed.
-
-        So the first of them is the next token, whatever the logits are.
-        """
-        if self._has_failed():
-            return ()
-        only = only_of(self.mask)
-        if only is None or self._has_failed():
-            return ()
-        forced: list[int] = self.inner.deep_copy().compute_ff_tokens()
-        return tuple(forced) if forced[:1] == [only] else ()
+    @property
+    def few(self) -> tuple[int, ...] | None:
+        """The allowed next tokens; None if they are many, or the matcher has failed."""
+        few = few_of(self.mask)
+        return None if self._has_failed() else few
 
     def behind(self, drafts: SequenceOf[int]) -> Behind | None:
         """Return the place behind drafts; None if the grammar cannot be followed there."""
+        if self._has_failed():
+            return None
+        ahead = self._ahead[: len(drafts)]
+        if ahead and ahead[-1][1] is not None and [t for t, _ in ahead] == list(drafts):
+            return Behind(self.inner, self.tree, self.place, ahead[-1][1])
         copy, place = self.inner.deep_copy(), self.place
-        if self._has_failed() or copy.try_consume_tokens(list(drafts)) != len(drafts):
+        if copy.try_consume_tokens(list(drafts)) != len(drafts):
             return None
         for token_id in drafts:
             place = self.tree.behind(place, token_id)
         return Behind(copy, self.tree, place)
+
+    def masks_ahead(self, drafts: SequenceOf[int]) -> list[bytes | None] | None:
+        """Return the masks behind drafts, as far as a walk has left them; None if none went there.
+
+        None stands for those that are not known.
+        """
+        ahead = self._ahead[: len(drafts)]
+        if self._has_failed() or [token_id for token_id, _ in ahead] != list(drafts):
+            return None
+        return [mask for _, mask in ahead]
 
     def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[bytes | None]:
         """Return the masks behind the first draft, the second one and so on.
@@ -382,7 +395,7 @@ class Grammars:
             self._matchers[sequences[i]].fill_mask(words[i])
         return rows
 
-    def compute_masks(self, sequences: Iterable[Sequence], behind: Iterable[Behind] = ()) -> None:
+    def compute_masks(self, sequences: Iterable[Sequence], behind: Iterable[Masked] = ()) -> None:
         """Compute the next masks of those that have a grammar, and others, unless they are known.
 
         Together, on threads.

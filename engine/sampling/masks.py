@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +25,14 @@ _MAX_THREADS = 8
 class Masked(Protocol):
     """A place in a grammar: `engine.sampling.grammar.Matcher`."""
 
-    inner: Any
     tree: MaskTree
-    place: int
 
+    @property
+    def key(self) -> Hashable:
+        """The same only for those that have the same mask."""
+
+    @property
+    def inner(self) -> Any: ...
     @property
     def knows_mask(self) -> bool: ...
 
@@ -88,7 +92,7 @@ class MaskThreads:
 
     def compute(self, matchers: Iterable[Masked]) -> None:
         """Compute the masks that are not known yet, each place's once."""
-        missing = {(id(m.tree), m.place): m for m in matchers if not m.knows_mask}
+        missing = {matcher.key: matcher for matcher in matchers if not matcher.knows_mask}
         if self._num_threads < 2 or len(missing) < _LEAST:
             return
         if self._executor is None:

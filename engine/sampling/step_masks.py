@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -76,31 +77,44 @@ class DraftMasks:
         Cuts drafts that are not legal, and those behind which the grammar cannot be followed.
         """
         filled: list[int] = []
-        behind = self._places()
-        others = [row.sequence for row in self._rows if row.sequence not in behind]
-        self._grammars.compute_masks(others, [b for b in behind.values() if b is not None])
+        plans: list[tuple[int, Row, _Plan | None]] = []
         first = 0
         for row, count in zip(self._rows, self._counts, strict=True):
+            try:
+                plans.append((first, row, self._plan(row)))
+            except Exception as error:
+                self._failed.append((first, row, error))
+            first += count
+        places = [plan.last for _, _, plan in plans if plan is not None and plan.last is not None]
+        here = [row.sequence for _, row, plan in plans if plan is None or plan.here is not None]
+        self._grammars.compute_masks(here, places)
+        for first, row, plan in plans:
             matcher = self._grammars.matcher(row.sequence)
             try:
-                if row.sequence in behind:
-                    _fill_behind(behind[row.sequence], words[first])
-                    filled.append(first)
+                if plan is not None:
+                    filled += plan.fill(words, first)
                 elif matcher is not None:
                     filled += _fill(matcher, row, words, first)
             except Exception as error:
                 self._failed.append((first, row, error))
-            first += count
         return filled
 
-    def _places(self) -> dict[Sequence, Behind | None]:
-        """Return where the only mask of each row is wanted whose drafts are all certain."""
-        own = ((row, self._grammars.matcher(row.sequence)) for row in self._rows)
-        return {
-            row.sequence: matcher.behind(row.drafts)
-            for row, matcher in own
-            if matcher is not None and row.drafts and row.is_certain
-        }
+    def _plan(self, row: Row) -> _Plan | None:
+        """Plan the masks of a row with drafts all of which are legal; None: of any other row."""
+        matcher = self._grammars.matcher(row.sequence)
+        if matcher is None or not row.drafts:
+            return None
+        if row.is_certain:
+            return _Plan(None, [], matcher.behind(row.drafts))
+        masks = matcher.masks_ahead(row.drafts)
+        if masks is None:
+            return None
+        wanted = row.wanted[:-1]
+        own = [mask for depth in wanted if depth and (mask := masks[depth - 1]) is not None]
+        here = matcher if wanted[0] == 0 else None
+        if len(own) < len(wanted) - (here is not None):
+            return None
+        return _Plan(here, own, matcher.behind(row.drafts))
 
     def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
         """Return the tokens, with an error in place of each whose mask could not be made."""
@@ -110,15 +124,35 @@ class DraftMasks:
         return tokens
 
 
-def _fill_behind(place: Behind | None, words: npt.NDArray[np.int32]) -> None:
-    mask = None if place is None else place.compute()
-    if mask is None:
-        raise BadGrammar(_LOST)
-    write_mask(mask, words)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The wanted masks of one row.
+
+    here   whose mask is the first one; None: none is wanted before the first draft
+    known  those behind further drafts, but for the last
+    last   the place behind all drafts; None: the grammar cannot be followed there
+    """
+
+    here: Matcher | None
+    known: list[bytes]
+    last: Behind | None
+
+    def fill(self, words: npt.NDArray[np.int32], first: int) -> range:
+        """Write the masks into `words` from `first` on; return which were written."""
+        mask = None if self.last is None else self.last.compute()
+        if mask is None:
+            raise BadGrammar(_LOST)
+        own = [*self.known, mask] if self.here is None else [self.here.mask, *self.known, mask]
+        for i, each in enumerate(own, first):
+            write_mask(each, words[i])
+        return range(first, first + len(own))
 
 
 def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) -> list[int]:
     """Write the masks of one row into `words` from `first` on; return which were written."""
+    if not row.drafts:
+        matcher.fill_mask(words[first])
+        return [first]
     wanted = row.wanted
     masks = [matcher.mask if wanted[0] == 0 else None]
     masks += matcher.masks_behind(row.drafts, [d in wanted for d in range(1, len(row.drafts) + 1)])

@@ -15,10 +15,12 @@ MAX_FEW = 8
 class _Owner(Protocol):
     """A request's place in its grammar: `engine.sampling.grammar.Matcher`."""
 
-    inner: Any
-
     @property
-    def mask(self) -> bytes: ...
+    def inner(self) -> Any: ...
+    @property
+    def tree(self) -> MaskTree: ...
+    @property
+    def few(self) -> tuple[int, ...] | None: ...
 
 
 class Walk:
@@ -28,49 +30,63 @@ class Walk:
 
     ahead  the tokens that it moves on by, and the mask behind each, where it was computed: the
            owner need not compute those again
+    tree   that of the owner; what drafts lead to is not noted there: it may be a way never gone
     """
+
+    __slots__ = ("_ahead", "_copy", "_owner", "tree")
 
     def __init__(self, owner: _Owner, ahead: list[tuple[int, bytes | None]]) -> None:
         self._owner, self._ahead = owner, ahead
-        self._own_copy: Any = None  # made once it is needed
-        self._few: tuple[int, ...] | None = None
-        self._is_counted = False  # whether `_few` is of this place
+        self.tree = owner.tree
+        self._copy: Any = None  # made once it is needed
 
     @property
-    def _copy(self) -> Any:
-        if self._own_copy is None:
-            self._own_copy = self._owner.inner.deep_copy()
-        return self._own_copy
+    def inner(self) -> Any:
+        """llguidance's copy."""
+        if self._copy is None:
+            self._copy = self._owner.inner.deep_copy()
+        return self._copy
 
     def forced(self) -> list[int]:
         """Return the text that the grammar forces, as the tokenizer cuts it.
 
         Without its last tokens, if what follows could change them.
         """
-        forced: list[int] = self._copy.compute_ff_tokens()
+        forced: list[int] = self.inner.compute_ff_tokens()
         return forced
+
+    @property
+    def key(self) -> int:
+        """Of this walk alone."""
+        return id(self)
+
+    @property
+    def knows_mask(self) -> bool:
+        """Whether the mask of this place need not be computed."""
+        return not self._ahead or self._ahead[-1][1] is not None
+
+    def note_mask(self, mask: bytes) -> None:
+        """Note what the mask is, unless the grammar turned out too costly to follow."""
+        if not self.inner.is_error():
+            self._ahead[-1] = self._ahead[-1][0], mask
 
     def few_allowed(self) -> tuple[int, ...] | None:
         """Return the tokens that are allowed next; None if they are many, or none."""
-        if not self._is_counted:
-            self._few, self._is_counted = self._count_few(), True
-        return self._few
-
-    def _count_few(self) -> tuple[int, ...] | None:
         if not self._ahead:
-            return few_of(self._owner.mask)
-        mask: bytes = self._copy.compute_bitmask()
-        if self._copy.is_error():
-            return None
-        self._ahead[-1] = self._ahead[-1][0], mask
-        return few_of(mask)
+            return self._owner.few
+        if not self.knows_mask:
+            self.note_mask(self.inner.compute_bitmask())
+        mask = self._ahead[-1][1]
+        return None if mask is None else few_of(mask)
 
-    def accept(self, token_id: int) -> bool:
-        """Move on by a token if it is legal; return whether it is."""
-        if self._copy.try_consume_tokens([token_id]) != 1:
+    def accept(self, *token_ids: int) -> bool:
+        """Move on by tokens if all are legal; return whether they are.
+
+        If one is not, the walk is of no further use.
+        """
+        if self.inner.try_consume_tokens(list(token_ids)) != len(token_ids):
             return False
-        self._ahead.append((token_id, None))
-        self._is_counted = False
+        self._ahead += [(token_id, None) for token_id in token_ids]
         return True
 
 
@@ -83,9 +99,13 @@ class Behind:
 
     __slots__ = ("inner", "mask", "place", "tree")
 
-    def __init__(self, inner: Any, tree: MaskTree, place: int) -> None:
-        self.inner, self.tree, self.place = inner, tree, place
-        self.mask: bytes | None = None
+    def __init__(self, inner: Any, tree: MaskTree, place: int, mask: bytes | None = None) -> None:
+        self.inner, self.tree, self.place, self.mask = inner, tree, place, mask
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The same for all that are at this place."""
+        return id(self.tree), self.place
 
     @property
     def knows_mask(self) -> bool:
@@ -107,24 +127,19 @@ class Behind:
         return self.mask
 
 
-def only_of(mask: bytes) -> int | None:
-    """Return the only token that a mask allows; None if they are more, or none."""
-    words = np.frombuffer(mask, dtype=np.uint32)
-    filled = words.nonzero()[0]
-    if len(filled) != 1:
-        return None
-    word = int(words[filled[0]])
-    return None if word & (word - 1) else int(filled[0]) * 32 + word.bit_length() - 1
-
-
 def few_of(mask: bytes) -> tuple[int, ...] | None:
     """Return the tokens that a mask allows; None if they are many, or none."""
+    # Most places allow many tokens, and some of these are short, which have low numbers.
+    if len(mask[:1024].translate(None, b"\0")) > MAX_FEW:
+        return None
     words = np.frombuffer(mask, dtype=np.uint32)
     filled = words.nonzero()[0]
     if not 0 < len(filled) <= MAX_FEW:
         return None
-    bits = np.unpackbits(words[filled].view(np.uint8), bitorder="little").reshape(-1, 32)
-    rows, columns = bits.nonzero()
-    if len(rows) > MAX_FEW:
-        return None
-    return tuple((filled[rows] * 32 + columns).tolist())
+    few = []
+    for index in filled.tolist():
+        word = int(words[index])
+        while word:
+            few.append(32 * index + (word & -word).bit_length() - 1)
+            word &= word - 1
+    return tuple(few) if len(few) <= MAX_FEW else None

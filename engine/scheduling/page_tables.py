@@ -23,6 +23,8 @@ class PageTables:
         self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
         self._window = window
         self._num_drafts: dict[Sequence, int] = {}  # that a step in flight has pages for
+        # The first full page that was not offered for sharing: it has drafts that may be wrong.
+        self._unoffered: dict[Sequence, int] = {}
 
     def count_for(self, num_tokens: int) -> int:
         """Return how many pages so many tokens fill."""
@@ -112,20 +114,39 @@ class PageTables:
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
         self._num_drafts.pop(sequence, None)
+        self._unoffered.pop(sequence, None)
 
     def commit(self, row: Row) -> None:
-        """Note that the row's tokens are in the pages; offer full pages for sharing."""
+        """Note that the row's tokens are in the pages; offer full pages for sharing.
+
+        Its drafts, if it has any, are among its tokens now. A page with drafts that may be wrong
+        is offered by a later commit; until then `rewind` may follow.
+        """
         sequence = row.sequence
-        if row.drafts:  # they are certain, and among its tokens now
+        if row.drafts:
             self._num_drafts.pop(sequence, None)
         first = sequence.num_computed // self._page_size
         sequence.num_computed += row.num_tokens
-        end = sequence.num_computed // self._page_size
+        num_sure = sequence.num_computed - (len(row.drafts) - row.num_sure)
+        end = num_sure // self._page_size
+        if self._unoffered:
+            first = self._unoffered.pop(sequence, first)
+        if sequence.num_computed // self._page_size > end:
+            self._unoffered[sequence] = max(first, end)
         if end > first:
             keys = self._keys(sequence, end)
             for index in range(first, end):
                 self._prefixes.add(keys[index], sequence.page_table[index])
-        self._drop(sequence)
+        self._drop(sequence, num_sure)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Note that drafts which were committed are wrong: only its tokens are, but the last."""
+        known = sequence.num_tokens - 1
+        sequence.num_computed = min(sequence.num_computed, known)
+        if sequence.page_keys is not None:
+            sequence.page_keys.forget(known // self._page_size)
+        if sequence.is_running:
+            self.trim(sequence)
 
     def _first_seen(self, num_computed: int) -> int:
         """Return the first page that the token after `num_computed`, or a later one, attends to."""
@@ -133,9 +154,9 @@ class PageTables:
             return 0
         return max(num_computed + 1 - self._window, 0) // self._page_size
 
-    def _drop(self, sequence: Sequence) -> None:
-        """Give back the pages to which the sequence's next tokens do not attend any more."""
-        first = self._first_seen(sequence.num_computed)
+    def _drop(self, sequence: Sequence, num_sure: int) -> None:
+        """Give back the pages to which no token behind its first `num_sure` attends any more."""
+        first = self._first_seen(num_sure)
         if first > sequence.num_dropped:
             self._prefixes.release(sequence.page_table[sequence.num_dropped : first])
             for index in range(sequence.num_dropped, first):

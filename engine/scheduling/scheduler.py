@@ -299,7 +299,7 @@ class Scheduler:
         return window
 
     def _lacks_room_alone(self, sequence: Sequence) -> bool:
-        if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
+        if sequence.is_assumed or sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
             return False
         adapters = self._adapters
         return all(adapters.is_resident(d) or adapters.lacks_room(d) for d in sequence.digests)

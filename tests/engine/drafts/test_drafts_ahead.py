@@ -138,21 +138,24 @@ def test_tokens_that_are_not_sure_are_mended(
         same(got[name], expected)
 
 
+@pytest.mark.parametrize("way", ["masks_behind", "behind"])
 def test_a_mask_that_fails_among_drafts_ends_its_own_request(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = request("other", prompt(2, 9), json_schema=SCHEMA, max_tokens=30)
     wanted = run(ready(make_engine()), other)["other"]
     engine, _ = ahead(make_engine, **ROOM)
-    real = Matcher.masks_behind
+    real = getattr(Matcher, way)
 
-    def masks_behind(self: Matcher, *args: Any) -> Any:
+    def fails(self: Matcher, *args: Any) -> Any:
         sequence = next(s for s, m in engine._grammars._matchers.items() if m is self)
         if sequence.request.request_id == "hurt":
             raise RuntimeError("a defect")
         return real(self, *args)
 
-    monkeypatch.setattr(Matcher, "masks_behind", masks_behind)
+    monkeypatch.setattr(Matcher, way, fails)
+    if way == "masks_behind":  # as of drafts that are not from a walk
+        monkeypatch.setattr(Matcher, "masks_ahead", lambda *_: None)
     got = run(engine, other, request("hurt", prompt(1, 9), json_schema=SCHEMA, max_tokens=30))
     assert got["hurt"].finish_reason == FinishReason.ERROR
     same(got["other"], wanted)

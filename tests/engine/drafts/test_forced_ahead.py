@@ -13,7 +13,9 @@ import torch
 
 from engine import Engine, FinishReason, Request
 from engine.drafts.costs import GPU
+from engine.drafts.profile import Place
 from engine.engine import Engine as Steps
+from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Result, prompt, request, run
 from tests.engine.drafts.test_drafts import SCHEMA, accepted, ready, same
 from tests.engine.execution.ahead_runner import AheadRunner
@@ -53,11 +55,15 @@ def test_a_crowd_does_not_wait_for_forced_text(make_engine: MakeEngine) -> None:
     for name, expected in plain.items():
         same(got[name], expected)
     stats = engine.stats()
-    assert stats.drafts["forced"].accepted == stats.drafts["forced"].drafted > 30 * 15
-    assert sum(counts.drafted for counts in stats.drafts.values()) == accepted(got)
+    assert stats.drafts["forced"].accepted > 30 * 15
+    assert sum(counts.accepted for counts in stats.drafts.values()) == accepted(got)
+    rejected = sum(r.last.num_rejected_drafts for r in got.values() if r.last is not None)
+    drafted = sum(counts.drafted for counts in stats.drafts.values())
+    assert drafted == accepted(got) + rejected
     longest = max(len(result.token_ids) for result in plain.values())
-    assert stats.step < 0.7 * longest
-    assert counted.counts["known"] == 1, "a step waited for tokens"
+    assert stats.step < 0.5 * longest
+    # Where each row of the step before was void, all tokens are known.
+    assert counted.counts["known"] <= 3, "a step waited for tokens"
 
 
 WAYS: list[dict[str, Any]] = [
@@ -86,7 +92,29 @@ def ask(name: str, choose: random.Random) -> Request:
     return request(name, prompt(choose.randrange(4), choose.choice([3, 15, 30])), **options, **way)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def often_wrong(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
+    """Have choices among few drafted that are wrong as often as not, as if they were sure."""
+
+    def choice(_: Any, place: Place) -> tuple[int, float]:
+        return choose.choice(place[1]), 0.97
+
+    patch.setattr("engine.drafts.profile.Profile.choice", choice)
+
+
+def noted_rewinds(engine: Engine, patch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each sequence that went on behind a wrong draft: whether it still ran."""
+    rewound: list[bool] = []
+    rewind = engine._scheduler.tables.rewind
+
+    def noted(sequence: Sequence) -> None:
+        rewound.append(sequence.is_running)
+        rewind(sequence)
+
+    patch.setattr(engine._scheduler.tables, "rewind", noted)
+    return rewound
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_whoever_comes_and_goes_gets_the_tokens_of_running_alone(
     make_engine: MakeEngine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,13 +133,17 @@ def test_whoever_comes_and_goes_gets_the_tokens_of_running_alone(
         wanted |= run(alone, each)
     if seed % 2:  # drawn tokens are often not sure, and what went on from them is taken back
         monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
+    if seed >= 3:
+        often_wrong(choose, monkeypatch)
     engine, counted = ahead(make_engine, **config)
-    if seed >= 2:  # steps that wait stand among those that do not
+    rewound = noted_rewinds(engine, monkeypatch)
+    if seed in (2, 3):  # steps that wait stand among those that do not
         monkeypatch.setattr(engine._speculation, "costs", replace(GPU, max_rows=48))
         monkeypatch.setattr(engine._speculation, "waits", lambda step: choose.random() < 0.3)
     game = Game(engine, requests, choose)
     assert counted.counts["unread"] + counted.counts["same"] > 0
     assert engine.stats().drafts["forced"].accepted > 40
+    assert rewound or seed < 4
     for name, result in wanted.items():
         got = game.got.get(name, [])
         if game.reasons[name] == FinishReason.CANCELLED:
@@ -120,6 +152,53 @@ def test_whoever_comes_and_goes_gets_the_tokens_of_running_alone(
         else:
             assert got == result.token_ids, name
             assert game.reasons[name] == result.finish_reason
+
+
+def test_wrong_choices_across_pages_that_others_share(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page with a draft that is wrong is never offered; the next answers read what is cached."""
+    schema = json.dumps({"type": "array", "items": {"enum": ["one", "two", "ten"]}, "minItems": 40})
+    choose = random.Random(5)
+    requests = [
+        request(str(i), prompt(1, 9), json_schema=schema, max_tokens=90, **way)
+        for i, way in enumerate(({}, *({"temperature": 0.7, "seed": i} for i in range(3))))
+    ]
+    plain = run(ready(make_engine()), *requests)
+    often_wrong(choose, monkeypatch)
+    engine, _ = ahead(make_engine, max_running=4)
+    rewound = noted_rewinds(engine, monkeypatch)
+    for _ in range(2):
+        got = run(engine, *requests, check=True)
+        for name, expected in plain.items():
+            same(got[name], expected)
+    assert rewound.count(True) > 40
+    for name, result in plain.items():  # the KV of each answer so far, from the cache
+        own = requests[int(name)]
+        again = replace(own, token_ids=[*own.token_ids, *result.token_ids], json_schema=None)
+        again = replace(again, sampling=replace(own.sampling, temperature=0.0, max_tokens=6))
+        wanted = run(ready(make_engine()), again)
+        found = run(engine, again, check=True)
+        assert found[name].last is not None and found[name].last.num_cached_tokens >= 80
+        same(found[name], wanted[name])
+
+
+def test_a_wrong_choice_of_a_sequence_that_is_preempted(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = random.Random(6)
+    requests = [
+        request(str(i), prompt(i, 150 + i), json_schema=SCHEMA, max_tokens=80, ignore_eos=False)
+        for i in range(16)
+    ]
+    plain = run(ready(make_engine()), *requests)
+    often_wrong(choose, monkeypatch)
+    engine, _ = ahead(make_engine, arena_bytes=80 * 2048 * 4, max_running=8)
+    rewound = noted_rewinds(engine, monkeypatch)
+    got = run(engine, *requests, check=True)
+    for name, expected in plain.items():
+        same(got[name], expected)
+    assert rewound.count(False) > 0, "none was preempted between a wrong draft and its verification"
 
 
 def test_a_forced_text_behind_a_wrong_token_is_taken_back(
