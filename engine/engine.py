@@ -406,9 +406,6 @@ class Engine:
         sampling = launched.step.sampling
         sampled = list(map(checked, sampling, launched.read()))
         launched.remove_placeholders()
-        dropped = None
-        if launched.is_mispredicted:
-            dropped, self._in_flight = self._in_flight, None
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
         overflowed = launched.scores.tell() if launched.scores is not None else []
@@ -417,6 +414,9 @@ class Engine:
         outputs = self._take(sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
             outputs += self._take(sequences, list(map(checked, sequences, tokens)))
+        dropped = None
+        if launched.is_mispredicted:  # known at last when all are read: certain drafts come first
+            dropped, self._in_flight = self._in_flight, None
         self._speculation.settle(launched, dropped, self._in_flight)
         return outputs
 

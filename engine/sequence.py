@@ -291,3 +291,10 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    def group_by_adapter(self) -> None:
+        """Make rows of one adapter adjacent, so that its weights are read once."""
+        first_seen: dict[AdapterKey, int] = {}
+        for row in self.rows:
+            first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
+        self.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])

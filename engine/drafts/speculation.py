@@ -260,6 +260,10 @@ class Speculation:
             self._tables.rewind(sequence)
             if following is not None:
                 following.void.add(sequence)
+        for row in () if launched.placed is None else launched.step.rows:
+            if row.num_sure < len(row.drafts) and row.sequence.is_running:
+                # What is known to be right now is offered, and pages behind it are given back.
+                self._tables.commit(Row(row.sequence, 0))
         drafted, was_ahead = launched.drafted, launched.placed is not None
         # Of a step that the next one was launched over, they are overwritten.
         states = () if drafted is None or was_ahead else drafted.last_states()

@@ -78,8 +78,10 @@ class DraftMasks:
         """
         filled: list[int] = []
         plans: list[tuple[int, Row, _Plan | None]] = []
+        counts: dict[int, int] = {}
         first = 0
         for row, count in zip(self._rows, self._counts, strict=True):
+            counts[first] = count
             try:
                 plans.append((first, row, self._plan(row)))
             except Exception as error:
@@ -90,14 +92,25 @@ class DraftMasks:
         self._grammars.compute_masks(here, places)
         for first, row, plan in plans:
             matcher = self._grammars.matcher(row.sequence)
+            own: list[int] = []
             try:
                 if plan is not None:
-                    filled += plan.fill(words, first)
-                elif matcher is not None:
-                    filled += _fill(matcher, row, words, first)
+                    own = plan.fill(words, first)
+                if not own and matcher is not None:
+                    own = _fill(matcher, row, words, first)
             except Exception as error:
                 self._failed.append((first, row, error))
+            filled += own + self._fill_unasked(words, own, first, counts[first])
         return filled
+
+    def _fill_unasked(
+        self, words: npt.NDArray[np.int32], own: list[int], first: int, count: int
+    ) -> list[int]:
+        """Leave one token to the rows behind cut drafts: it is sure, and nobody asks for it."""
+        unasked = list(range(own[-1] + 1, first + count)) if own else []
+        words[unasked] = 0
+        words[unasked, 0] = 1
+        return unasked
 
     def _plan(self, row: Row) -> _Plan | None:
         """Plan the masks of a row with drafts all of which are legal; None: of any other row."""
@@ -105,16 +118,19 @@ class DraftMasks:
         if matcher is None or not row.drafts:
             return None
         if row.is_certain:
-            return _Plan(None, [], matcher.behind(row.drafts))
+            return _Plan(None, [], matcher.behind(row.drafts), is_certain=True)
         masks = matcher.masks_ahead(row.drafts)
         if masks is None:
+            return None
+        last = matcher.behind(row.drafts)
+        if last is None:
             return None
         wanted = row.wanted[:-1]
         own = [mask for depth in wanted if depth and (mask := masks[depth - 1]) is not None]
         here = matcher if wanted[0] == 0 else None
         if len(own) < len(wanted) - (here is not None):
             return None
-        return _Plan(here, own, matcher.behind(row.drafts))
+        return _Plan(here, own, last)
 
     def read(self, sampled: Callable[[], list[Sampled]]) -> list[Sampled]:
         """Return the tokens, with an error in place of each whose mask could not be made."""
@@ -131,21 +147,25 @@ class _Plan:
     here   whose mask is the first one; None: none is wanted before the first draft
     known  those behind further drafts, but for the last
     last   the place behind all drafts; None: the grammar cannot be followed there
+    is_certain  whether all drafts are: then they cannot be cut
     """
 
     here: Matcher | None
     known: list[bytes]
     last: Behind | None
+    is_certain: bool = False
 
-    def fill(self, words: npt.NDArray[np.int32], first: int) -> range:
-        """Write the masks into `words` from `first` on; return which were written."""
+    def fill(self, words: npt.NDArray[np.int32], first: int) -> list[int]:
+        """Write the masks into `words` from `first` on; return which were written, if they can."""
         mask = None if self.last is None else self.last.compute()
         if mask is None:
-            raise BadGrammar(_LOST)
+            if self.is_certain:
+                raise BadGrammar(_LOST)
+            return []
         own = [*self.known, mask] if self.here is None else [self.here.mask, *self.known, mask]
         for i, each in enumerate(own, first):
             write_mask(each, words[i])
-        return range(first, first + len(own))
+        return list(range(first, first + len(own)))
 
 
 def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) -> list[int]:

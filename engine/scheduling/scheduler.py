@@ -29,7 +29,7 @@ from typing import Protocol
 
 from engine.errors import OutOfPages
 from engine.memory.page_pool import PagePool, PageUse
-from engine.memory.prefix_cache import AdapterKey, PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from engine.request import Priority
 from engine.scheduling.page_tables import PageTables
 from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingQueue, insert_by_rank
@@ -132,7 +132,7 @@ class Scheduler:
             after = [sequence for sequence in own[num_before:] if sequence.is_running]
             is_open = is_open and self._admit(step, urgency)
             self._continue_prompts(step, after)
-        _group_by_adapter(step)
+        step.group_by_adapter()
         return step
 
     def can_admit(self, now: float) -> bool:
@@ -221,6 +221,8 @@ class Scheduler:
                 break
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
+                if sequence.is_assumed:  # it may not need the page
+                    return False
                 if self._is_free_at_last(num_new, sequence):
                     break
                 if self._is_all_there_is():
@@ -254,6 +256,8 @@ class Scheduler:
     def _admit(self, step: Step, urgency: Urgency) -> bool:
         """Admit waiting sequences of one urgency; return False if no lower one may be admitted."""
         window = self._candidates(urgency)
+        if any(sequence.is_assumed for sequence in window):  # preempted in this step: comes first
+            return False
         passed: list[Sequence] = []  # for lack of room for their adapters
         while window:
             if urgency is not Urgency.OVERDUE and any(map(self._is_spent, passed)):
@@ -299,7 +303,7 @@ class Scheduler:
         return window
 
     def _lacks_room_alone(self, sequence: Sequence) -> bool:
-        if sequence.is_assumed or sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
+        if sequence.is_waiting_for_grammar or _is_prompt_under_way(sequence):
             return False
         adapters = self._adapters
         return all(adapters.is_resident(d) or adapters.lacks_room(d) for d in sequence.digests)
@@ -430,14 +434,6 @@ def _is_prompt_under_way(sequence: Sequence) -> bool:
     """Whether a sibling is computing the prompt, whose pages it will share."""
     running = [s for s in sequence.siblings if s.is_running]
     return bool(running) and not any(s.has_prompt for s in running)
-
-
-def _group_by_adapter(step: Step) -> None:
-    """Make rows of one adapter adjacent, so that its weights are read once per step."""
-    first_seen: dict[AdapterKey, int] = {}
-    for row in step.rows:
-        first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
-    step.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])
 
 
 def _has_failed(step: Step, sequence: Sequence) -> bool:

@@ -6,15 +6,17 @@ import json
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine import Engine, FinishReason, Request
+from engine import Engine, EngineConfig, FinishReason, Request
 from engine.drafts.costs import GPU
 from engine.drafts.profile import Place
 from engine.engine import Engine as Steps
+from engine.model.config import ModelConfig
 from engine.sequence import Sequence
 from tests.engine.conftest import MakeEngine, Result, prompt, request, run
 from tests.engine.drafts.test_drafts import SCHEMA, accepted, ready, same
@@ -199,6 +201,67 @@ def test_a_wrong_choice_of_a_sequence_that_is_preempted(
     for name, expected in plain.items():
         same(got[name], expected)
     assert rewound.count(False) > 0, "none was preempted between a wrong draft and its verification"
+
+
+def bare(model: Path, num_pages: int, **config: Any) -> Engine:
+    """An engine without adapters, whose CPU plays a GPU, in an arena of so many pages."""
+    size = num_pages * EngineConfig(model_dir=model).page_bytes(ModelConfig.from_folder(model))
+    engine = ready(Engine(EngineConfig(model_dir=model, arena_bytes=size, **config)))
+    engine._speculation.costs = replace(GPU, max_requests=0)
+    return engine
+
+
+def test_an_unsure_token_behind_certain_drafts_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of the step begin with a certain draft, so its tokens are read late."""
+    regex = "forced at once: [a-z]{9} and then more text: [a-z]{9}"
+    drawn = [
+        request("drawn", prompt(9, 5), max_tokens=50, temperature=2.5, seed=seed, regex=regex)
+        for seed in range(8)
+    ]
+    plain = [run(ready(make_engine()), each) for each in drawn]
+    monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
+    for each, wanted in zip(drawn, plain, strict=True):
+        engine, _ = ahead(make_engine)
+        same(run(engine, each, check=True)["drawn"], wanted["drawn"])
+
+
+def test_a_wrong_draft_for_which_there_is_no_page(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer just fits the arena, and what was drafted does not."""
+    others = 0
+    for seed in range(8):
+        own = request("x", prompt(seed, 26), regex="xx(a!|b{30}!)", max_tokens=40)
+        plain = run(bare(tiny_model, 2), own)["x"]
+        if plain.error is None:  # it did not take the long way
+            others += 1
+            with monkeypatch.context() as patch:
+                longest = lambda _, place: (max(place[1]), 0.97)  # noqa: E731
+                patch.setattr("engine.drafts.profile.Profile.choice", longest)
+                engine = bare(tiny_model, 2, speculation=True)
+                AheadRunner(engine)
+                same(run(engine, own, check=True)["x"], plain)
+    assert others > 1
+
+
+def test_rows_behind_a_wrong_guess_make_no_step_wait(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are drawn, too; nobody asks whether that was sure. One step is planned from known tokens
+    alone behind each wrong draft, as there is no other request."""
+    monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
+    own = request(
+        "x", prompt(3, 6), regex="([ab][cd]-){12}", max_tokens=60, temperature=1.0, seed=1
+    )
+    often_wrong(random.Random(1), monkeypatch)
+    engine = bare(tiny_model, 400, speculation=True)
+    rewound = noted_rewinds(engine, monkeypatch)
+    counted = AheadRunner(engine)
+    run(engine, own, check=True)
+    assert engine.stats().drafts["choice"].drafted > 5
+    assert counted.counts["known"] <= 1 + len(rewound)
 
 
 def test_a_forced_text_behind_a_wrong_token_is_taken_back(
