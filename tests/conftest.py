@@ -117,6 +117,12 @@ def _needs_servers(item: pytest.Item) -> bool:
     return item.path.relative_to(ROOT / "tests").parts[0] not in STANDALONE
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Not even import the slow groups for `make test-quick`: that takes half of the time."""
+    is_quick = "not slow" in (config.getoption("markexpr") or "").split(" and ")
+    return True if is_quick and lanes.is_slow_path(collection_path) else None
+
+
 # Before pytest's own, which selects by marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

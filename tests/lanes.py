@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
+import os
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -22,6 +26,11 @@ import pytest
 TESTS = Path(__file__).parent
 #: Packages whose tests share a running platform.
 TOGETHER = ("browser", "conformance", "e2e")
+#: Functions that `make test-quick` is without, although it runs others of their modules: all that
+#: take more than `SLOW_S` of a processor, with all their cases. `NOTE_SLOW=1 make test-quick` adds
+#: those that have become so.
+SLOW_TESTS = TESTS / "slow_tests.txt"
+SLOW_S = 0.3
 #: What takes more than three seconds of a processor, the longest first. These begin first, and
 #: `make test-quick` is without them.
 SLOW = (
@@ -153,7 +162,8 @@ def run(session: pytest.Session, folder: Path) -> None:
         while item is not None:
             following = next(items, None)
             turn.begin(is_alone=item.get_closest_marker("alone") is not None)
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            with _noted_seconds(folder, item):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -197,9 +207,47 @@ def _is_in(group: str, name: str) -> bool:
     return f"{group}/".startswith(f"{name}/")
 
 
+def is_slow_path(path: Path) -> bool:
+    """Whether it is a slow group's module or folder."""
+    return path.is_relative_to(TESTS) and _rank(str(path.relative_to(TESTS))) < len(SLOW)
+
+
 def is_slow(item: pytest.Item) -> bool:
-    """Whether the test is one of a slow group, or starts processes of the live platform."""
-    return _rank(_group(item)) < len(SLOW) or "live" in getattr(item, "fixturenames", ())
+    """Whether the test is one of a slow group, or slow, or starts the live platform."""
+    if is_slow_path(item.path) or _function(item.nodeid) in _slow_tests():
+        return True
+    return "live" in getattr(item, "fixturenames", ())
+
+
+def _function(nodeid: str) -> str:
+    """The test's function, from the folder of the tests on."""
+    return nodeid.split("[", 1)[0].removeprefix("tests/")
+
+
+@functools.cache
+def _slow_tests() -> frozenset[str]:
+    return frozenset(SLOW_TESTS.read_text().split())
+
+
+@contextlib.contextmanager
+def _noted_seconds(folder: Path, item: pytest.Item) -> Iterator[None]:
+    """Note in `folder`/seconds what a test takes of the processor, its processes included."""
+    before = sum(os.times()[:4])
+    yield
+    with (folder / "seconds").open("a") as file:
+        file.write(f"{sum(os.times()[:4]) - before:.3f} {_function(item.nodeid)}\n")
+
+
+def note_slow(seconds: Path) -> None:
+    """Add to SLOW_TESTS what takes more than SLOW_S by a run's notes."""
+    total: dict[str, float] = defaultdict(float)
+    for line in seconds.read_text().splitlines():
+        value, function = line.split(" ", 1)
+        total[function] += float(value)
+    # The tests of a machine of hypothesis have no function of their own.
+    slow = (function for function, value in total.items() if value > SLOW_S)
+    found = {function for function in slow if not function.endswith("::runTest")}
+    SLOW_TESTS.write_text("".join(f"{name}\n" for name in sorted(found | _slow_tests())))
 
 
 class _Turn:
@@ -228,3 +276,7 @@ class _Turn:
         fcntl.flock(self._room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(self._door, fcntl.LOCK_UN)
         self._is_alone = is_alone
+
+
+if __name__ == "__main__":
+    note_slow(Path(sys.argv[1]))

@@ -22,6 +22,28 @@ def test_what_is_named_is_there() -> None:
     assert [name for name in names if not (lanes.TESTS / name).exists()] == []
 
 
+def test_each_slow_test_is_there() -> None:
+    """One whose name was changed would be in `make test-quick` again."""
+    missing = []
+    for name in lanes.SLOW_TESTS.read_text().split():
+        module, *_, function = name.split("::")
+        path = lanes.TESTS / module
+        if not path.exists() or f"def {function}(" not in path.read_text():
+            missing.append(name)
+    assert missing == []
+
+
+def test_slow_tests_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, seconds = tmp_path / "slow", tmp_path / "seconds"
+    noted.write_text("test_a.py::test_old\n")
+    seconds.write_text("0.3 test_b.py::test_cases\n0.3 test_b.py::test_cases\n0.1 c.py::test_c\n")
+    monkeypatch.setattr(lanes, "SLOW_TESTS", noted)
+    lanes._slow_tests.cache_clear()
+    lanes.note_slow(seconds)
+    lanes._slow_tests.cache_clear()
+    assert noted.read_text() == "test_a.py::test_old\ntest_b.py::test_cases\n"
+
+
 def test_each_test_is_taken_by_one_lane(tmp_path: Path) -> None:
     """Also those of a module whose tests are in two places."""
     places = (*NAMES, *NAMES[:2])
