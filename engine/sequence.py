@@ -207,9 +207,8 @@ class Row:
     certain of each draft, whether it needs no logits: the grammar allows no other token there
     is_ahead  whether the next step may be launched before it is known which drafts are right; if
             one is wrong, the sequence's row in that step is void
-    guess   what its last token, which is in flight, was taken for; None: its drafts do not follow
-            from that, or it is known
-    num_sure  of the first drafts, how many are right if the guess is
+    num_sure  of the first drafts, how many are right if the token before them is what it was taken
+            for
     """
 
     sequence: Sequence
@@ -218,7 +217,6 @@ class Row:
     sources: tuple[str, ...] = ()
     certain: tuple[bool, ...] = ()
     is_ahead: bool = False
-    guess: int | None = None
     num_sure: int = 0
 
     @property

@@ -202,7 +202,7 @@ class Speculation:
         if proposal.guess is not None:
             certain[:1] = [False]  # if the guess is wrong, these logits give the next token
         row.certain = tuple(certain[:num])
-        row.is_ahead, row.guess = proposal.is_ahead, proposal.guess
+        row.is_ahead = proposal.is_ahead
         row.num_sure = min(proposal.num_sure, num)
         proposal.num_drafts = num
         row.num_tokens += num
@@ -234,9 +234,9 @@ class Speculation:
 
     def cut(self, step: Step) -> None:
         """Cut drafts behind wrong guesses, once the tokens that were in flight are known."""
-        for row, _ in step.proposals:
-            sequence = row.sequence
-            if row.guess is None or not row.drafts or sequence.token_ids[-1] == row.guess:
+        for row, proposal in step.proposals:
+            sequence, guess = row.sequence, proposal.guess
+            if guess is None or not row.drafts or sequence.token_ids[-1] == guess:
                 continue
             row.cut(0)
             if sequence.is_running:
