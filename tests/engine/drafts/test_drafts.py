@@ -269,9 +269,16 @@ def test_drafts_do_not_move_the_distribution(
     is_ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chi-square over the sixteen answers, against what the model's logits say."""
     # A draft wherever there is one.
     monkeypatch.setattr("engine.drafts.speculation.CPU", replace(CPU, row=0.0, waiting=0.0))
+    engine = ready(make_engine(speculation=True))
+    if is_ahead:  # tokens are chosen as a GPU chooses them: all of a step at once
+        AheadRunner(engine)
+    check_draws(engine, oracle, count)
+
+
+def check_draws(engine: Engine, oracle: Oracle, count: int) -> None:
+    """Chi-square over the sixteen answers, against what the model's logits say."""
     own, letters = prompt(3, 20), [ord(letter) - 33 for letter in "abcd"]
     expected = {}
     firsts = oracle.logprobs(own)[-1][letters].softmax(0)
@@ -279,9 +286,6 @@ def test_drafts_do_not_move_the_distribution(
         seconds = oracle.logprobs([*own, first])[-1][letters].softmax(0)
         for second, other in zip(letters, seconds.tolist(), strict=True):
             expected[first, second] = chance * other
-    engine = ready(make_engine(speculation=True))
-    if is_ahead:  # tokens are chosen as a GPU chooses them: all of a step at once
-        AheadRunner(engine)
     found: Counter[tuple[int, ...]] = Counter()
     options: dict[str, Any] = {
         "regex": "[abcd]{2}",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from contract.draft_heads import head_names
@@ -19,50 +17,9 @@ from engine.drafts.costs import CPU
 from engine.drafts.heads import _pays
 from engine.drafts.profile import Kind, Profile, Source
 from tests.engine.conftest import SMALL, MakeEngine, Result, load_base, prompt, request, run
+from tests.engine.drafts.headed import HIDDEN, NUM_HEADS, RANK, random_heads, with_heads
 
-HIDDEN, RANK, NUM_HEADS = 64, 24, 3
-TENSORS = "adapter_model.safetensors"
 DEVICE = pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"
-
-
-def with_heads(source: Path, target: Path, heads: dict[str, torch.Tensor]) -> Path:
-    """A copy of an adapter that has these tensors, too."""
-    shutil.copytree(source, target)
-    save_file({**load_file(source / TENSORS), **heads}, target / TENSORS)
-    return target
-
-
-def random_heads(seed: int, num_heads: int = NUM_HEADS) -> dict[str, torch.Tensor]:
-    """Heads that guess wrong nearly always: their up has the size of what it is added to."""
-    drawn = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for down, up in map(head_names, range(num_heads)):
-        tensors[down] = torch.randn(RANK, HIDDEN, generator=drawn)
-        tensors[up] = torch.randn(HIDDEN, RANK, generator=drawn)
-    return tensors
-
-
-@pytest.fixture(scope="module")
-def headed(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters with random heads, by name."""
-    folder = tmp_path_factory.mktemp("headed")
-    return {
-        name: with_heads(adapters[name], folder / name, random_heads(seed))
-        for seed, name in enumerate(("all-4", "qv-16", "dora", "ends"))
-    }
-
-
-@pytest.fixture
-def make_headed(make_engine: MakeEngine, headed: dict[str, Path]) -> MakeEngine:
-    """Engines that know those as "all-4+heads" and so on, beside the others."""
-
-    def make(**config: Any) -> Engine:
-        engine = make_engine(**{"arena_bytes": 8 << 20, **config})
-        for name, path in headed.items():
-            engine.register_adapter(f"{name}+heads", path)
-        return engine
-
-    return make
 
 
 class Planted:
