@@ -63,7 +63,11 @@ def server(*lines: bytes) -> Iterator[int]:
 
 @pytest.fixture
 def bucket_rules(settings: Any) -> Iterator[None]:
-    """Afterwards the bucket has no CORS rules, as other tests' pages expect."""
+    """The bucket has no CORS rules: a platform of this lane may have set its own.
+
+    Afterwards it has none again, as other tests' pages expect.
+    """
+    storage._internal().delete_bucket_cors(Bucket=settings.S3_BUCKET)
     yield
     storage._internal().delete_bucket_cors(Bucket=settings.S3_BUCKET)
 
