@@ -63,6 +63,10 @@ class Case:
     temperature: float = 0.0
     at_least: float | None = None
 
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}, {self.batch} at a time"
+
 
 CASES = (
     Case(name="invoices, schema", adapter="acme", batch=1, has_schema=True, at_least=1.6),
@@ -166,7 +170,7 @@ def measure(modes: dict[bool, Mode], case: Case, prompts: list[list[int]], repea
     ratios = [off / on for off, on in zip(times[False], times[True], strict=True)]
     ratio = statistics.median(ratios)
     return {
-        "case": f"{case.name}, {case.batch} at a time",
+        "case": case.full_name,
         "ms_token": round(statistics.median(times[True]), 2),
         "ms_token_off": round(statistics.median(times[False]), 2),
         "tokens_per_step": round(per_step, 2),
@@ -196,7 +200,7 @@ def main() -> int:
     if args.train_heads:
         train_heads(model_dir, (args.trained / HEADED).resolve())
     lacking = set() if (args.trained / HEADED).is_dir() else {HEADED}
-    cases = [case for case in CASES if args.only in case.name and case.adapter not in lacking]
+    cases = [case for case in CASES if args.only in case.full_name and case.adapter not in lacking]
     names = {case.adapter for case in cases} - {"random"}
     adapters = {name: args.trained / name for name in sorted(names)}
     with tempfile.TemporaryDirectory() as folder:
