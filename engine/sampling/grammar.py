@@ -25,8 +25,8 @@ import torch
 
 from engine.errors import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
-from engine.sampling.masks import Masked, MaskThreads, MaskTree, write_mask
-from engine.sampling.walk import Behind, Walk, few_of
+from engine.sampling.masks import Mask, Masked, MaskThreads, MaskTree
+from engine.sampling.walk import Behind, Walk
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
@@ -54,14 +54,14 @@ class Matcher:
         self._param = param
         self.eos_token_id = eos_token_id
         self.error: BadGrammar | None = None
-        self._mask: bytes | None = None  # at this place, once it was computed
-        self._ahead: list[tuple[int, bytes | None]] = []  # see `Walk`
+        self._mask: Mask | None = None  # at this place, once it was computed
+        self._ahead: list[tuple[int, Mask | None]] = []  # see `Walk`
 
     @property
-    def mask(self) -> bytes:
-        """The allowed next tokens, one bit each; of no use if the matcher has failed."""
+    def mask(self) -> Mask:
+        """The allowed next tokens; of no use if the matcher has failed."""
         if not self.knows_mask:
-            self.note_mask(self.inner.compute_bitmask())
+            self.note_mask(Mask.of(self.inner.compute_bitmask()))
         assert self._mask is not None
         return self._mask
 
@@ -77,7 +77,7 @@ class Matcher:
             self._mask = self.tree.get(self.place)
         return self._mask is not None
 
-    def note_mask(self, mask: bytes) -> None:
+    def note_mask(self, mask: Mask) -> None:
         """Note what `mask` is at this place."""
         self._mask = mask
         if not self._has_failed():
@@ -87,7 +87,7 @@ class Matcher:
         """Return a copy of this place that drafts move on; None if the matcher has failed."""
         if self._has_failed():
             return None
-        ahead: list[tuple[int, bytes | None]] = []
+        ahead: list[tuple[int, Mask | None]] = []
         self._ahead = ahead
         return Walk(self, ahead)
 
@@ -97,12 +97,12 @@ class Matcher:
         if self._has_failed():
             words.fill(-1)  # the token will be discarded
         else:
-            write_mask(mask, words)
+            mask.write(words)
 
     @property
     def few(self) -> tuple[int, ...] | None:
         """The allowed next tokens; None if they are many, or the matcher has failed."""
-        few = few_of(self.mask)
+        few = self.mask.few
         return None if self._has_failed() else few
 
     def behind(self, drafts: SequenceOf[int]) -> Behind | None:
@@ -119,7 +119,7 @@ class Matcher:
             place = self.tree.behind(place, token_id)
         return Behind(copy, self.tree, place)
 
-    def masks_ahead(self, drafts: SequenceOf[int]) -> list[bytes | None] | None:
+    def masks_ahead(self, drafts: SequenceOf[int]) -> list[Mask | None] | None:
         """Return the masks behind drafts, as far as a walk has left them; None if none went there.
 
         None stands for those that are not known.
@@ -129,7 +129,7 @@ class Matcher:
             return None
         return [mask for _, mask in ahead]
 
-    def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[bytes | None]:
+    def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[Mask | None]:
         """Return the masks behind the first draft, the second one and so on.
 
         Shorter if a draft is not legal or the grammar cannot be followed there. This place stays
@@ -137,7 +137,7 @@ class Matcher:
 
         wanted  whether the mask behind a draft is needed; None stands for the others
         """
-        known: list[tuple[int, bytes | None]] = [(token_id, None) for token_id in drafts]
+        known: list[tuple[int, Mask | None]] = [(token_id, None) for token_id in drafts]
         ahead = self._ahead[: len(known)]
         if [token_id for token_id, _ in ahead] == list(drafts):
             known = ahead
@@ -148,13 +148,13 @@ class Matcher:
             for (_, mask), is_wanted in zip(known, wanted, strict=True)
         ):
             return [mask for _, mask in known]
-        masks: list[bytes | None] = []
+        masks: list[Mask | None] = []
         copy = self.inner.deep_copy()
         for i, (token_id, mask) in enumerate(known):
             if copy.try_consume_tokens([token_id]) != 1:
                 break
             if mask is None and wanted[i]:
-                mask = bytes(copy.compute_bitmask())
+                mask = Mask.of(copy.compute_bitmask())
                 if copy.is_error():
                     break
                 known[i] = token_id, mask
@@ -317,7 +317,7 @@ class GrammarCompiler:
             )
         if not any(first):
             raise BadGrammar("nothing satisfies the grammar", param=grammar.param)
-        compiled = matcher, MaskTree(first, self._backend.num_words)
+        compiled = matcher, MaskTree(Mask.of(first), self._backend.num_words)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > _MAX_CACHED:

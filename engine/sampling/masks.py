@@ -17,9 +17,60 @@ import numpy.typing as npt
 #: Of one grammar: places whose requests are told apart, and masks that are kept.
 _MAX_PLACES = 256
 _MAX_MASKS = 32
+#: So many allowed tokens count as few.
+MAX_FEW = 8
 #: Fewer masks are computed one after the other: threads take some 10 us to wake.
 _LEAST = 4
 _MAX_THREADS = 8
+
+
+class Mask:
+    """The tokens that a grammar allows next.
+
+    words  [ceil(V / 32)] int32, one bit each; may be longer
+    few    those that are allowed; None if they are many, or none
+    """
+
+    __slots__ = ("few", "words")
+
+    def __init__(self, words: npt.NDArray[np.int32], few: tuple[int, ...] | None) -> None:
+        self.words, self.few = words, few
+
+    @classmethod
+    def of(cls, bits: bytes) -> Mask:
+        """Make one of llguidance's bytes."""
+        words = np.frombuffer(bits, dtype=np.int32)
+        return cls(words, few_of(words, np.packbits(words != 0, bitorder="little").tobytes()))
+
+    def write(self, words: npt.NDArray[np.int32]) -> None:
+        """Write it into `words` [ceil(V / 32)], which may be longer or shorter."""
+        if len(words) == len(self.words):
+            words[:] = self.words
+            return
+        count = min(len(self.words), len(words))
+        words[:count] = self.words[:count]
+        words[count:] = 0
+
+
+def few_of(words: npt.NDArray[np.int32], filled: bytes) -> tuple[int, ...] | None:
+    """Return the tokens that a mask allows; None if they are many, or none.
+
+    filled  one bit for each word, 1 if it is not 0
+    """
+    left = int.from_bytes(filled, "little")
+    if not 0 < left.bit_count() <= MAX_FEW:
+        return None
+    few: list[int] = []
+    while left:
+        index = (left & -left).bit_length() - 1
+        left &= left - 1
+        bits = int(words[index]) & 0xFFFFFFFF
+        if len(few) + bits.bit_count() > MAX_FEW:
+            return None
+        while bits:
+            few.append(32 * index + (bits & -bits).bit_length() - 1)
+            bits &= bits - 1
+    return tuple(few)
 
 
 class Masked(Protocol):
@@ -36,7 +87,7 @@ class Masked(Protocol):
     @property
     def knows_mask(self) -> bool: ...
 
-    def note_mask(self, mask: bytes) -> None: ...
+    def note_mask(self, mask: Mask) -> None: ...
 
 
 class MaskTree:
@@ -48,10 +99,10 @@ class MaskTree:
     num_words  of the vocabulary; a mask may have more
     """
 
-    def __init__(self, first: bytes | None = None, num_words: int = 0) -> None:
+    def __init__(self, first: Mask | None = None, num_words: int = 0) -> None:
         self.num_words = num_words
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._masks: OrderedDict[int, bytes] = OrderedDict()
+        self._masks: OrderedDict[int, Mask] = OrderedDict()
         self._num_places = 1
         if first is not None:
             self.put(0, first)
@@ -70,13 +121,13 @@ class MaskTree:
             self._places.move_to_end(key)
         return found
 
-    def get(self, place: int) -> bytes | None:
+    def get(self, place: int) -> Mask | None:
         mask = self._masks.get(place)
         if mask is not None:
             self._masks.move_to_end(place)
         return mask
 
-    def put(self, place: int, mask: bytes) -> None:
+    def put(self, place: int, mask: Mask) -> None:
         self._masks[place] = mask
         self._masks.move_to_end(place)
         if len(self._masks) > _MAX_MASKS:
@@ -107,13 +158,7 @@ class MaskThreads:
             words.shape[1] * words.itemsize,
             len(own),
         )
-        for matcher, mask in zip(own, words, strict=True):
-            matcher.note_mask(mask.tobytes())
-
-
-def write_mask(mask: bytes, words: npt.NDArray[np.int32]) -> None:
-    """Write a mask into `words` [ceil(V / 32)], which may be longer or shorter."""
-    own = np.frombuffer(mask, dtype=np.int32)
-    count = min(len(own), len(words))
-    words[:count] = own[:count]
-    words[count:] = 0
+        # To count what is not 0 takes numpy ten times as long.
+        filled = np.packbits(words != 0, axis=1, bitorder="little")
+        for matcher, row, bits in zip(own, words, filled, strict=True):
+            matcher.note_mask(Mask(row.copy(), few_of(row, bits.tobytes())))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.errors import BadGrammar
 from engine.sampling.failures import failed_token
 from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.masks import write_mask
+from engine.sampling.masks import Mask
 from engine.sampling.sampler import Sampled
 from engine.sampling.walk import Behind
 from engine.sequence import Row, Sequence
@@ -107,10 +107,12 @@ class DraftMasks:
         self, words: npt.NDArray[np.int32], own: list[int], first: int, count: int
     ) -> list[int]:
         """Leave one token to the rows behind cut drafts: it is sure, and nobody asks for it."""
-        unasked = list(range(own[-1] + 1, first + count)) if own else []
+        if not own or own[-1] + 1 == first + count:
+            return []
+        unasked = slice(own[-1] + 1, first + count)
         words[unasked] = 0
         words[unasked, 0] = 1
-        return unasked
+        return list(range(unasked.start, unasked.stop))
 
     def _plan(self, row: Row) -> _Plan | None:
         """Plan the masks of a row with drafts all of which are legal; None: of any other row."""
@@ -151,7 +153,7 @@ class _Plan:
     """
 
     here: Matcher | None
-    known: list[bytes]
+    known: list[Mask]
     last: Behind | None
     is_certain: bool = False
 
@@ -164,7 +166,7 @@ class _Plan:
             return []
         own = [*self.known, mask] if self.here is None else [self.here.mask, *self.known, mask]
         for i, each in enumerate(own, first):
-            write_mask(each, words[i])
+            each.write(words[i])
         return list(range(first, first + len(own)))
 
 
@@ -187,5 +189,5 @@ def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) 
         else:
             mask = masks[depth]
             assert mask is not None
-            write_mask(mask, words[first + i])
+            mask.write(words[first + i])
     return list(range(first, first + len(own)))

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
-
-from engine.sampling.masks import MaskTree
-
-#: So many allowed tokens count as few.
-MAX_FEW = 8
+from engine.sampling.masks import Mask, MaskTree
 
 
 class _Owner(Protocol):
@@ -35,7 +30,7 @@ class Walk:
 
     __slots__ = ("_ahead", "_copy", "_owner", "tree")
 
-    def __init__(self, owner: _Owner, ahead: list[tuple[int, bytes | None]]) -> None:
+    def __init__(self, owner: _Owner, ahead: list[tuple[int, Mask | None]]) -> None:
         self._owner, self._ahead = owner, ahead
         self.tree = owner.tree
         self._copy: Any = None  # made once it is needed
@@ -65,7 +60,7 @@ class Walk:
         """Whether the mask of this place need not be computed."""
         return not self._ahead or self._ahead[-1][1] is not None
 
-    def note_mask(self, mask: bytes) -> None:
+    def note_mask(self, mask: Mask) -> None:
         """Note what the mask is, unless the grammar turned out too costly to follow."""
         if not self.inner.is_error():
             self._ahead[-1] = self._ahead[-1][0], mask
@@ -75,9 +70,9 @@ class Walk:
         if not self._ahead:
             return self._owner.few
         if not self.knows_mask:
-            self.note_mask(self.inner.compute_bitmask())
+            self.note_mask(Mask.of(self.inner.compute_bitmask()))
         mask = self._ahead[-1][1]
-        return None if mask is None else few_of(mask)
+        return None if mask is None else mask.few
 
     def accept(self, *token_ids: int) -> bool:
         """Move on by tokens if all are legal; return whether they are.
@@ -99,7 +94,7 @@ class Behind:
 
     __slots__ = ("inner", "mask", "place", "tree")
 
-    def __init__(self, inner: Any, tree: MaskTree, place: int, mask: bytes | None = None) -> None:
+    def __init__(self, inner: Any, tree: MaskTree, place: int, mask: Mask | None = None) -> None:
         self.inner, self.tree, self.place, self.mask = inner, tree, place, mask
 
     @property
@@ -114,32 +109,14 @@ class Behind:
             self.mask = self.tree.get(self.place)
         return self.mask is not None
 
-    def note_mask(self, mask: bytes) -> None:
+    def note_mask(self, mask: Mask) -> None:
         """Note what the mask is, unless the grammar turned out too costly to follow."""
         if not self.inner.is_error():
             self.mask = mask
             self.tree.put(self.place, mask)
 
-    def compute(self) -> bytes | None:
+    def compute(self) -> Mask | None:
         """Return the mask; None if the grammar cannot be followed."""
         if not self.knows_mask and not self.inner.is_error():
-            self.note_mask(self.inner.compute_bitmask())
+            self.note_mask(Mask.of(self.inner.compute_bitmask()))
         return self.mask
-
-
-def few_of(mask: bytes) -> tuple[int, ...] | None:
-    """Return the tokens that a mask allows; None if they are many, or none."""
-    # Most places allow many tokens, and some of these are short, which have low numbers.
-    if len(mask[:1024].translate(None, b"\0")) > MAX_FEW:
-        return None
-    words = np.frombuffer(mask, dtype=np.uint32)
-    filled = words.nonzero()[0]
-    if not 0 < len(filled) <= MAX_FEW:
-        return None
-    few = []
-    for index in filled.tolist():
-        word = int(words[index])
-        while word:
-            few.append(32 * index + (word & -word).bit_length() - 1)
-            word &= word - 1
-    return tuple(few) if len(few) <= MAX_FEW else None

@@ -14,7 +14,7 @@ from engine.drafts.lookup import Copying, LookupIndex
 from engine.drafts.profile import Kind, Profile, Source
 from engine.grammar_text import Grammar, GrammarKind
 from engine.sampling.grammar import GrammarCompiler, Matcher
-from engine.sampling.walk import MAX_FEW
+from engine.sampling.masks import MAX_FEW
 from tests.schema_cases import ENFORCED
 
 pytest.importorskip("outlines")  # GPU machines do not have it

@@ -12,30 +12,52 @@ import pytest
 from engine import BadGrammar
 from engine.grammar_text import Grammar, GrammarKind
 from engine.sampling.grammar import GrammarCompiler, Matcher
-from engine.sampling.masks import MaskThreads, MaskTree
+from engine.sampling.masks import MAX_FEW, Mask, MaskThreads, MaskTree
 from tests.schema_cases import ENFORCED
 
 pytest.importorskip("outlines")  # GPU machines do not have it
 
 
-def allowed(mask: bytes) -> list[int]:
+def allowed(mask: bytes | np.ndarray) -> list[int]:
     return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
 def test_places_are_told_apart_by_the_tokens_before_them_and_bounded() -> None:
-    tree = MaskTree(b"first", 1)
+    first, one_mask, x = (Mask.of(bytes(4)) for _ in range(3))
+    tree = MaskTree(first, 1)
     one, other = tree.behind(0, 7), tree.behind(0, 8)
     assert one != other and tree.behind(0, 7) == one
     assert tree.behind(one, 8) not in (one, other)
-    tree.put(one, b"one")
-    assert (tree.get(0), tree.get(one), tree.get(other)) == (b"first", b"one", None)
+    tree.put(one, one_mask)
+    assert (tree.get(0), tree.get(one), tree.get(other)) == (first, one_mask, None)
     place = one
     for token_id in range(10_000):
-        tree.put(place := tree.behind(place, token_id), b"x")
+        tree.put(place := tree.behind(place, token_id), x)
         tree.get(0)  # is used, and so stays
-    assert tree.get(0) == b"first" and tree.get(one) is None
+    assert tree.get(0) is first and tree.get(one) is None
     assert len(tree._places) <= 256 and len(tree._masks) <= 32
     assert tree.behind(0, 7) != one, "a place that is forgotten never comes back as another"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 31, 32, 33, 500])
+def test_few_are_the_allowed_tokens_if_they_are_few(count: int) -> None:
+    """Spread over the vocabulary, or together in a few words."""
+    chance = random.Random(count)
+    for most in (40, 1024):
+        for _ in range(20):
+            tokens = sorted(chance.sample(range(most), min(count, most)))
+            bits = np.zeros(1024, np.uint8)
+            bits[tokens] = 1
+            mask = Mask.of(np.packbits(bits, bitorder="little").tobytes())
+            assert mask.few == (tuple(tokens) if 0 < len(tokens) <= MAX_FEW else None)
+
+
+@pytest.mark.parametrize("count", [30, 32, 34])
+def test_a_mask_is_written_into_more_and_fewer_words(count: int) -> None:
+    own = np.arange(1, 33, dtype=np.int32)
+    words = np.full(count, -1, np.int32)
+    Mask(own, None).write(words)
+    assert words.tolist() == [*own.tolist(), 0, 0][:count]
 
 
 def test_masks_from_threads_and_from_others_are_those_of_a_matcher_alone(tiny_model: Path) -> None:
@@ -58,7 +80,8 @@ def test_masks_from_threads_and_from_others_are_those_of_a_matcher_alone(tiny_mo
         num_shared += len(masks) - len({id(mask) for mask in masks})
         for (matcher, other), mask in zip(pairs, masks, strict=True):
             expected = allowed(other.inner.compute_bitmask())
-            assert allowed(mask) == expected
+            assert allowed(mask.words) == expected
+            assert mask.few == (tuple(expected) if len(expected) <= MAX_FEW else None)
             token_id = expected[0] if len(expected) < 5 else chance.choice(expected)
             is_over = matcher.accept(token_id)
             assert other.accept(token_id) == is_over
