@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo demo-stop test test-quick test-long test-gpu test-compose check fmt openapi bench lock
+.PHONY: setup demo demo-stop test test-all test-quick test-long test-gpu test-compose check fmt openapi bench lock
 
 setup: $(STAMP)
 
@@ -28,6 +28,9 @@ demo-stop: setup
 
 test: setup
 	@bash .ci/test $(BIN)/python
+
+test-all: setup
+	@bash .ci/test $(BIN)/python all
 
 test-quick: setup
 	@bash .ci/test $(BIN)/python quick

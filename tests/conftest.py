@@ -129,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if lanes.is_slow(item):
             item.add_marker("slow")
+    for item in lanes.large(items):
+        item.add_marker("large")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

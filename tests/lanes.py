@@ -1,4 +1,4 @@
-"""Processes of pytest share one list of tests: the lanes of `make test`.
+"""Processes of pytest share one list of tests: the lanes of `make test`, and its smaller shares.
 
 All collect the same tests. Each takes the next group that no lane has taken yet, until none is
 left, so that they end at about the same time. A group is a module, or a package whose tests
@@ -16,8 +16,8 @@ import functools
 import itertools
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,10 @@ TOGETHER = ("browser", "conformance", "e2e")
 #: those that have become so.
 SLOW_TESTS = TESTS / "slow_tests.txt"
 SLOW_S = 0.3
+#: Functions that take about ten seconds and more of a lane, with all their cases: half of the time
+#: of all tests. `make test-all`, which CI runs, has them all. `make test` has none, and of those
+#: with a number behind them one case in so many.
+LARGE_TESTS = TESTS / "large_tests.txt"
 #: What takes more than three seconds of a processor, the longest first. These begin first, and
 #: `make test-quick` is without them.
 SLOW = (
@@ -219,6 +223,18 @@ def is_slow(item: pytest.Item) -> bool:
     return "live" in getattr(item, "fixturenames", ())
 
 
+def large(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that `make test` leaves out."""
+    left_out, seen = [], Counter[str]()
+    for item in items:
+        function = _function(item.nodeid)
+        if (one_in := _large_tests().get(function)) is not None:
+            if not one_in or seen[function] % one_in:
+                left_out.append(item)
+            seen[function] += 1
+    return left_out
+
+
 def _function(nodeid: str) -> str:
     """The test's function, from the folder of the tests on."""
     return nodeid.split("[", 1)[0].removeprefix("tests/")
@@ -227,6 +243,13 @@ def _function(nodeid: str) -> str:
 @functools.cache
 def _slow_tests() -> frozenset[str]:
     return frozenset(SLOW_TESTS.read_text().split())
+
+
+@functools.cache
+def _large_tests() -> dict[str, int]:
+    """Functions, and of how many cases one stays; 0: none."""
+    lines = [line.split() for line in LARGE_TESTS.read_text().splitlines()]
+    return {name: int(one_in[0]) if one_in else 0 for name, *one_in in lines}
 
 
 @contextlib.contextmanager

@@ -22,10 +22,11 @@ def test_what_is_named_is_there() -> None:
     assert [name for name in names if not (lanes.TESTS / name).exists()] == []
 
 
-def test_each_slow_test_is_there() -> None:
-    """One whose name was changed would be in `make test-quick` again."""
+@pytest.mark.parametrize("listed", [lanes.SLOW_TESTS, lanes.LARGE_TESTS])
+def test_each_slow_and_each_large_test_is_there(listed: Path) -> None:
+    """One whose name was changed would be in `make test-quick` or `make test` again."""
     missing = []
-    for name in lanes.SLOW_TESTS.read_text().split():
+    for name in [line.split()[0] for line in listed.read_text().splitlines()]:
         module, *_, function = name.split("::")
         path = lanes.TESTS / module
         if not path.exists() or f"def {function}(" not in path.read_text():
@@ -42,6 +43,17 @@ def test_slow_tests_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lanes.note_slow(seconds)
     lanes._slow_tests.cache_clear()
     assert noted.read_text() == "test_a.py::test_old\ntest_b.py::test_cases\n"
+
+
+def test_large_tests_are_left_out_or_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_large_tests", lambda: {"a.py::test_many": 8, "a.py::test_one": 0})
+    many = [f"tests/a.py::test_many[{i}]" for i in range(17)]
+    items: list[Any] = [
+        SimpleNamespace(nodeid=name)
+        for name in (*many, "tests/a.py::test_one", "tests/a.py::test_one_more")
+    ]
+    left_out = {item.nodeid for item in lanes.large(items)}
+    assert left_out == {*many, "tests/a.py::test_one"} - {many[0], many[8], many[16]}
 
 
 def test_each_test_is_taken_by_one_lane(tmp_path: Path) -> None:
