@@ -51,7 +51,7 @@ class Logged:
 def logged(live: LiveStack) -> Iterator[Logged]:
     apart = live.with_pool("logged")
     env = {"LORIKEET_LOG_FORMAT": "json", "LORIKEET_LOG_LEVEL": "DEBUG"}
-    worker = apart.start_worker("logged-1", step_s=0.001, **env)
+    worker = apart.start_worker("logged-1", step_s=0.01, **env)  # whoever leaves has time to
     web = apart.start_web(**env)
     yield Logged(apart, web, worker)
     assert web[0].stop() == -signal.SIGTERM  # uvicorn raises it again
