@@ -192,5 +192,7 @@ def test_few_that_fail_run_again_alone(
     assert done.returncode == expected, done.stdout
     assert asked.exists() == is_again
     if is_again:
-        assert "tests/a.py::test_b[c d]" in asked.read_text().splitlines()
+        arguments = asked.read_text().splitlines()
+        assert "tests/a.py::test_b[c d]" in arguments
+        assert arguments.count("-m") == 1, "a selection besides `-m pytest` could leave it out"
         assert ("FLAKY" in done.stdout) == (again == 0)
