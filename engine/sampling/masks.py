@@ -40,7 +40,7 @@ class Mask:
     def of(cls, bits: bytes) -> Mask:
         """Make one of llguidance's bytes."""
         words = np.frombuffer(bits, dtype=np.int32)
-        return cls(words, few_of(words, np.packbits(words != 0, bitorder="little").tobytes()))
+        return cls(words, few_of(words, _filled(words).tobytes()))
 
     def write(self, words: npt.NDArray[np.int32]) -> None:
         """Write it into `words` [ceil(V / 32)], which may be longer or shorter."""
@@ -52,10 +52,15 @@ class Mask:
         words[count:] = 0
 
 
+def _filled(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """[..., W] -> a bit for each word, 1 if it is not 0: numpy counts them ten times as slowly."""
+    return np.packbits(words != 0, axis=-1, bitorder="little")
+
+
 def few_of(words: npt.NDArray[np.int32], filled: bytes) -> tuple[int, ...] | None:
     """Return the tokens that a mask allows; None if they are many, or none.
 
-    filled  one bit for each word, 1 if it is not 0
+    filled  the bits of `_filled`
     """
     left = int.from_bytes(filled, "little")
     if not 0 < left.bit_count() <= MAX_FEW:
@@ -158,7 +163,5 @@ class MaskThreads:
             words.shape[1] * words.itemsize,
             len(own),
         )
-        # To count what is not 0 takes numpy ten times as long.
-        filled = np.packbits(words != 0, axis=1, bitorder="little")
-        for matcher, row, bits in zip(own, words, filled, strict=True):
+        for matcher, row, bits in zip(own, words, _filled(words), strict=True):
             matcher.note_mask(Mask(row.copy(), few_of(row, bits.tobytes())))

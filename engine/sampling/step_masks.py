@@ -107,12 +107,12 @@ class DraftMasks:
         self, words: npt.NDArray[np.int32], own: list[int], first: int, count: int
     ) -> list[int]:
         """Leave one token to the rows behind cut drafts: it is sure, and nobody asks for it."""
-        if not own or own[-1] + 1 == first + count:
-            return []
-        unasked = slice(own[-1] + 1, first + count)
-        words[unasked] = 0
-        words[unasked, 0] = 1
-        return list(range(unasked.start, unasked.stop))
+        end = first + count
+        begin = own[-1] + 1 if own else end
+        if begin < end:
+            words[begin:end] = 0
+            words[begin:end, 0] = 1
+        return list(range(begin, end))
 
     def _plan(self, row: Row) -> _Plan | None:
         """Plan the masks of a row with drafts all of which are legal; None: of any other row."""

@@ -261,8 +261,13 @@ def test_a_request_may_turn_it_off(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("count", [3200, pytest.param(102_400, marks=pytest.mark.long)])
-@pytest.mark.timeout(1200)  # three minutes on a quiet machine
+@pytest.mark.parametrize(
+    "count",
+    [  # three minutes on a quiet machine
+        3200,
+        pytest.param(102_400, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    ],
+)
 def test_drafts_do_not_move_the_distribution(
     make_engine: MakeEngine,
     oracle: Oracle,

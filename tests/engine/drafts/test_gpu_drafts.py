@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine import Engine, FinishReason, Request
-from engine.drafts.costs import GPU
+from engine.drafts.costs import GPU, StepCosts
 from engine.drafts.heads import Asking
 from tests.engine.conftest import MakeEngine, Oracle, Result, name_of, prompt, request, run
 from tests.engine.drafts.test_drafts import (
@@ -64,7 +64,7 @@ ROOM = {"max_running": 16, "max_step_tokens": 256}
 SOURCES = ("forced", "choice", "lookup", "memory", "heads")
 
 
-def on_card(make: MakeEngine, costs: Any = None, **config: Any) -> Engine:
+def on_card(make: MakeEngine, costs: StepCosts | None = None, **config: Any) -> Engine:
     """An engine on the card; with drafts at these costs, or without any."""
     has_drafts = {"speculation": costs is not None}
     if PLAYS:
