@@ -111,6 +111,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from django.conf import settings
 
         assert settings.DATABASES
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not _is_quick(config)
+    if HAS_SERVERS and config.getoption("--lanes") and is_whole:
+        # Beside collection, which takes one core.
+        for warm in (warm_start, warm_workers, warm_trainers):
+            warm.begin()
 
 
 def _needs_servers(item: pytest.Item) -> bool:
@@ -119,8 +124,11 @@ def _needs_servers(item: pytest.Item) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Not even import the slow groups for `make test-quick`: that takes half of the time."""
-    is_quick = "not slow" in (config.getoption("markexpr") or "").split(" and ")
-    return True if is_quick and lanes.is_slow_path(collection_path) else None
+    return True if _is_quick(config) and lanes.is_slow_path(collection_path) else None
+
+
+def _is_quick(config: pytest.Config) -> bool:
+    return "not slow" in (config.getoption("markexpr") or "").split(" and ")
 
 
 # Before pytest's own, which selects by marker.
@@ -161,9 +169,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if folder is None or session.config.option.collectonly or session.testsfailed:
         return None
     number = session.config.getoption("--num-lanes")
-    if HAS_SERVERS and any(item.get_closest_marker("slow") for item in session.items):
-        for warm in (warm_start, warm_workers, warm_trainers):
-            warm.begin()
     worst = forked_lanes.fork_lanes(session.config, folder, number)
     if worst is None:
         if HAS_SERVERS:

@@ -203,6 +203,7 @@ def _group(item: pytest.Item) -> str:
     return path.parts[0] if path.parts[0] in TOGETHER else str(path)
 
 
+@functools.cache
 def _rank(group: str) -> int:
     return next((rank for rank, name in enumerate(SLOW) if _is_in(group, name)), len(SLOW))
 
@@ -211,6 +212,7 @@ def _is_in(group: str, name: str) -> bool:
     return f"{group}/".startswith(f"{name}/")
 
 
+@functools.cache
 def is_slow_path(path: Path) -> bool:
     """Whether it is a slow group's module or folder."""
     return path.is_relative_to(TESTS) and _rank(str(path.relative_to(TESTS))) < len(SLOW)
