@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -108,6 +110,21 @@ def test_the_gpu_table_runs_at_a_tiny_size() -> None:
     assert all(set(keys.split()) <= row.keys() for row in results[:2])
     assert [row["adapters"] for row in results] == [0, 2, 2]
     assert results[2]["system"] == "peft" and results[2]["times_ours"] > 0
+
+
+def test_judging_is_measured_in_the_batch_and_in_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from bench import training_judging
+
+    out = tmp_path / "judging.json"
+    argv = ["judging", "--tiny", "--device=cpu", "--rounds=1", f"--out={out}"]
+    with patch("sys.argv", argv):
+        training_judging.main()
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == len(training_judging.SUITES)
+    for case in cases:
+        assert case["batch"]["passes"] == 1
+        assert case["batch"]["tok_s"] > 0 and case["serving"]["tok_s"] > 0
 
 
 def test_a_profile_names_what_took_the_time(capsys: pytest.CaptureFixture[str]) -> None:
