@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import sys
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from typing import Any
 OWN_LOGGERS = ("controlplane", "contract", "worker", "engine", "kernels")
 FORMATS = ("json", "console")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+_logger = logging.getLogger(__name__)
 
 
 def add_origin(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -30,3 +34,29 @@ def add_origin(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
 def levels(level: str) -> tuple[str, str]:
     """Return the level of our own loggers and that of all others."""
     return level, "INFO" if level == "DEBUG" else level
+
+
+def log_uncaught() -> None:
+    """Have loggers write what Python writes to standard error in lines of its own.
+
+    These are exceptions that end a thread, and those that nobody can catch, of destructors.
+    Hooks that somebody else has set stay.
+    """
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _log_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _log_unraisable
+
+
+def _log_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+        return
+    name = None if args.thread is None else args.thread.name
+    _logger.error("thread ended", exc_info=args.exc_value, extra={"thread_name": name})
+
+
+def _log_unraisable(args: sys.UnraisableHookArgs) -> None:
+    event = args.err_msg or "exception ignored"
+    # No `repr` of the object: it may be half destroyed, or hold what a log must not.
+    where = type(args.object).__qualname__
+    _logger.error(event, exc_info=args.exc_value, extra={"of_type": where})

@@ -11,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from contract.child_environment import child_environment
 from contract.daily_window import DailyWindow
 from contract.gpu_share import trainer_gpu_share
+from contract.log_lines import log_uncaught
 from controlplane.beat import beat_schedule
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
@@ -427,3 +428,4 @@ try:
 except WrongSetting as error:
     raise ImproperlyConfigured(str(error)) from error
 logging.captureWarnings(True)  # warnings are lines, too
+log_uncaught()

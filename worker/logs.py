@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 from structlog.typing import Processor
 
-from contract.log_lines import OWN_LOGGERS, add_origin, levels
+from contract.log_lines import OWN_LOGGERS, add_origin, levels, log_uncaught
 from contract.log_secrets import mask_secrets
 
 _MAX_FRAMES = 30
@@ -33,6 +33,7 @@ def configure_logs(log_format: str = "console", level: str = "INFO") -> None:
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(own)
     logging.captureWarnings(True)
+    log_uncaught()
 
 
 def adopt_libraries() -> None:

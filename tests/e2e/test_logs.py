@@ -146,8 +146,10 @@ def test_every_line_of_ours_is_json(system: System) -> None:
     chat(system)
     for name in ("web", "worker", "accountant"):
         written = (logs_folder(system) / f"{name}.log").read_text()
-        lines = [json.loads(line) for line in written[: written.rfind("\n")].splitlines()]
-        assert all({"timestamp", "level", "logger", "event"} <= line.keys() for line in lines)
+        lines = written[: written.rfind("\n")].splitlines()
+        assert [line for line in lines if not line.startswith("{")] == [], name
+        for line in map(json.loads, lines):
+            assert {"timestamp", "level", "logger", "event"} <= line.keys()
 
 
 def test_the_commands_of_the_documentation_follow_a_request(system: System) -> None:
