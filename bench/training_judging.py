@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import load_file
 
 from bench.device import provenance, write_whole
-from bench.offline import random_model, register_adapters
-from bench.training_files import config_fields
+from bench.offline import RANK, random_model, register_adapters
+from bench.training_files import ANSWER, LENGTH, config_fields
 from bench.training_stack import TINY, Shape
-from bench.training_trainer import RandomTensors
+from bench.training_trainer import BUDGET, RandomTensors
 from bench.workload import save_random_adapter
 from engine import DashConfig, DashEngine, SamplingParams
 from engine.model.config import ModelConfig
@@ -38,10 +38,6 @@ from engine.training.model import TrainingModel
 from engine.training.parameters import AdapterLayout
 from engine.training.run import RunRows, RunSettings
 
-BUDGET = 16_384
-RANK = 16
-#: Tokens of a case, and of its expected answer.
-LENGTH, ANSWER = 256, 102
 NAMES = ("adapter-0", "adapter-1")
 #: Scores, and no more than the one token that a request has at least.
 _SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
@@ -79,7 +75,6 @@ class BatchJudge:
         self._model = TrainingModel(config, build_weights(RandomTensors(device, dtype), config))
         self._settings = RunSettings(rank=RANK)
         self._size = AdapterLayout(config, self._settings).size
-        self._device = device
 
     def measure(self, suite: Suite, vocabulary: int, rounds: int) -> dict[str, Any]:
         """Seconds of the whole, and milliseconds of a pass, for which other runs wait."""
@@ -91,10 +86,8 @@ class BatchJudge:
             Judged(name=name, rows=rows, settings=self._settings, adapter=tensors)
             for name, tensors in self._adapters.items()
         ]
-        seconds: list[float] = []
-        passes: list[float] = []
+        seconds, passes = [], list[float]()
         for _ in range(rounds + 1):
-            self._synchronize()
             began = last = time.perf_counter()
             passes = []
             for ended in held_out_passes(
@@ -110,10 +103,6 @@ class BatchJudge:
             "pass_ms": round(statistics.median(passes), 1),
             "slowest_pass_ms": round(max(passes), 1),
         }
-
-    def _synchronize(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
 
 
 def measure_serving(

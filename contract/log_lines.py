@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import MutableMapping
+from types import FunctionType
 from typing import Any
 
 #: Loggers that LORIKEET_LOG_LEVEL is for. At DEBUG libraries write headers and addresses with
@@ -58,5 +59,5 @@ def _log_thread(args: threading.ExceptHookArgs) -> None:
 def _log_unraisable(args: sys.UnraisableHookArgs) -> None:
     event = args.err_msg or "exception ignored"
     # No `repr` of the object: it may be half destroyed, or hold what a log must not.
-    where = type(args.object).__qualname__
-    _logger.error(event, exc_info=args.exc_value, extra={"of_type": where})
+    named = args.object if isinstance(args.object, FunctionType) else type(args.object)
+    _logger.error(event, exc_info=args.exc_value, extra={"where": named.__qualname__})

@@ -31,9 +31,9 @@ TOGETHER = ("browser", "conformance", "e2e")
 #: those that have become so.
 SLOW_TESTS = TESTS / "slow_tests.txt"
 SLOW_S = 0.3
-#: Functions that take many seconds of a lane, with all their cases: half of the time of all tests.
-#: `make test-all`, which CI runs, has them all. `make test` has none, and of those with a number
-#: behind them one case in so many.
+#: Functions that take many seconds of a lane, with all their cases: more than half of the time of
+#: all tests. `make test-all`, which CI runs, has them all. `make test` has none, and of those with
+#: a number behind them one case in so many.
 LARGE_TESTS = TESTS / "large_tests.txt"
 #: What takes more than three seconds of a processor, the longest first. These begin first, and
 #: `make test-quick` is without them.

@@ -99,7 +99,7 @@ def test_every_error_of_the_worker_has_an_answer() -> None:
     assert all(400 <= error.status < 600 for error in WORKER_ERRORS.values())
 
 
-def _is_named_so(node: ast.AST) -> bool:
+def _may_read_environment(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
 
 
@@ -109,7 +109,7 @@ def test_the_environment_is_read_in_two_files() -> None:
         if path.is_relative_to(ROOT / "demo") or path.is_relative_to(ROOT / "bench"):
             continue
         tree = ast.parse(path.read_text())
-        reads = {ast.unparse(node) for node in ast.walk(tree) if _is_named_so(node)}
+        reads = {ast.unparse(node) for node in ast.walk(tree) if _may_read_environment(node)}
         if reads & {"os.environ", "os.getenv"}:
             readers.append(str(path.relative_to(ROOT)))
     # celery.py and asgi.py name the settings module, which Django must know before it has settings.
