@@ -54,6 +54,22 @@ def _cells(site: LoraSite, segments: Segments) -> Iterator[_Cell]:
             )  # fmt: skip
 
 
+def _add_product(
+    out: torch.Tensor, inner: torch.Tensor, factor: torch.Tensor, scale: float = 1.0
+) -> None:
+    """out += scale * inner @ factor, in place; the sum is over a rank.
+
+    On a CPU with AMX the product of bfloat16 (oneDNN 3.12, its issue 5717) reads past a row's end
+    if the sum is over an odd number, or over more than 32 and not a multiple of 32, and multiplies
+    what it reads by zero. Behind `inner` lies what is undefined, which may be NaN.
+    """
+    rank = len(factor)
+    if out.dtype == torch.bfloat16 and (rank % 32 if rank > 32 else rank % 2):
+        out.add_(inner.float() @ factor.float(), alpha=scale)
+    else:
+        out.addmm_(inner, factor, alpha=scale)
+
+
 def lora_in_torch(
     x: torch.Tensor, values: torch.Tensor, site: LoraSite, segments: Segments
 ) -> torch.Tensor:
@@ -72,7 +88,7 @@ def lora_out_torch(
     for cell in _cells(site, segments):
         b = cell.factor_b(values).to(u.dtype)
         own = y[cell.tokens, cell.columns]
-        own.addmm_(u[cell.tokens, cell.inner], b.T, alpha=cell.scale)
+        _add_product(own, u[cell.tokens, cell.inner], b.T, cell.scale)
 
 
 def lora_down_torch(
@@ -92,7 +108,7 @@ def lora_back_torch(
     """dx [T, in] += du A, in place."""
     for cell in _cells(site, segments):
         a = cell.factor_a(values, dx.shape[1]).to(dx.dtype)
-        dx[cell.tokens].addmm_(du[cell.tokens, cell.inner], a)
+        _add_product(dx[cell.tokens], du[cell.tokens, cell.inner], a)
 
 
 def add_a_gradient_torch(
