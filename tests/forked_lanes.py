@@ -26,9 +26,12 @@ def fork_lanes(config: pytest.Config, folder: Path, number: int) -> int | None:
     sys.stdout.flush()
     sys.stderr.flush()
     lanes: dict[int, int] = {}
+    # An interrupt waits until `_wait` knows all lanes: it would leave some behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     for lane in range(1, number + 1):
         pid = os.fork()
         if pid == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             if lane > 1:
                 _write_to(config, _log(folder, lane))
             return None
@@ -62,6 +65,7 @@ def _wait(lanes: dict[int, int]) -> int:
     """Wait for the processes; return the worst status. Told to end, end them first."""
     left, worst = dict(lanes), 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         while left:
             pid, status = os.wait()
             if pid in left:

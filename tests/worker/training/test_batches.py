@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ PAD = 0
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_base(tmp_path_factory.mktemp("base") / TINY_NAME)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_float32() -> Iterator[None]:
+    """Also where the processor multiplies bfloat16: it rounds too coarsely to compare losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.training.loop.training_dtype", lambda: torch.float32)
+        yield
 
 
 def examples(lengths: list[int]) -> list[dict[str, list[int]]]:
