@@ -71,7 +71,7 @@ def test_tokens_are_the_oracles(
         for output in engine.step():
             results[output.request_id].add(output)
     used = {part.digest for each in asked.values() for part in each.adapters}
-    assert len(engine.stats().resident_digests) < len(used) / 2, "nobody had to leave"
+    assert len(engine.stats().resident_digests) < 0.75 * len(used), "hardly anybody had to leave"
     for name, result in results.items():
         if result.finish_reason != FinishReason.CANCELLED:
             assert len(result.token_ids) == asked[name].sampling.max_tokens
