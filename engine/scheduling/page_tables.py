@@ -123,21 +123,30 @@ class PageTables:
         is offered by a later commit; until then `rewind` may follow.
         """
         sequence = row.sequence
-        if row.drafts:
-            self._num_drafts.pop(sequence, None)
         first = sequence.num_computed // self._page_size
         sequence.num_computed += row.num_tokens
-        num_sure = sequence.num_computed - (len(row.drafts) - row.num_sure)
+        num_sure = sequence.num_computed
+        if row.drafts or self._unoffered:
+            first, num_sure = self._keep_unsure(row, first)
         end = num_sure // self._page_size
-        if self._unoffered:
-            first = self._unoffered.pop(sequence, first)
-        if sequence.num_computed // self._page_size > end:
-            self._unoffered[sequence] = max(first, end)
         if end > first:
             keys = self._keys(sequence, end)
             for index in range(first, end):
                 self._prefixes.add(keys[index], sequence.page_table[index])
-        self._drop(sequence, num_sure)
+        if self._window is not None:
+            self._drop(sequence, num_sure)
+
+    def _keep_unsure(self, row: Row, first: int) -> tuple[int, int]:
+        """Keep in mind which pages are not offered yet. -> the first to be, and the sure tokens."""
+        sequence = row.sequence
+        if row.drafts:
+            self._num_drafts.pop(sequence, None)
+        num_sure = sequence.num_computed - (len(row.drafts) - row.num_sure)
+        first = self._unoffered.pop(sequence, first)
+        end = num_sure // self._page_size
+        if sequence.num_computed // self._page_size > end:
+            self._unoffered[sequence] = max(first, end)
+        return first, num_sure
 
     def rewind(self, sequence: Sequence) -> None:
         """Note that drafts which were committed are wrong: only its tokens are, but the last."""
