@@ -1,7 +1,7 @@
 """Requests: the requests of one worker, each from its lease to its DoneRecord.
 
 `take_up` (a lease is held) -> `_prepare` (adapter on the disk, prompt in tokens) -> the engine ->
-`on_outputs` (tokens to text) -> `Flusher` (events to the gateway, with the last one the DoneRecord).
+`on_outputs` (tokens to text) -> `Flusher` (events to the gateway, the last with the DoneRecord).
 """
 
 from __future__ import annotations
