@@ -1,4 +1,4 @@
-"""The gateway: /v1, as OpenAI's API. Plain async views. Only these wait for a thread: the lookup of a
+"""The gateway: /v1, as OpenAI's API. Plain async views. Only these wait for a thread: looking up a
 key and a model that are not fresh in memory, parsing a long body, reading what a budget has spent.
 
 No database connection is held while an answer is generated.
