@@ -92,9 +92,12 @@ def _page(session: Session, filters: dict[str, Any], limit: int) -> dict[str, An
 
 def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
     try:
+        # Before anything is printed: it imports modules, and Python may end by the signal, not with
+        # 0, if it is interrupted while it makes a dataclass, even where the exception is caught.
+        first = _page(session, filters, max(limit, PAGE))["data"]
         if session.form is Form.TABLE:
             _print_line([title for title, _ in _COLUMNS])
-        for row in _lines(session, filters, limit):
+        for row in _lines(session, filters, limit, first):
             if session.is_json:
                 output.print_json_line(row)
             elif session.form is Form.ID:
@@ -105,9 +108,13 @@ def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
         return  # that is how following ends
 
 
-def _lines(session: Session, filters: dict[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Yield the newest `limit` lines, oldest first, then new ones as they are written."""
-    first = _page(session, filters, max(limit, PAGE))["data"]
+def _lines(
+    session: Session, filters: dict[str, Any], limit: int, first: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the newest `limit` lines, oldest first, then new ones as they are written.
+
+    first  the newest page, newest first
+    """
     shown = OrderedDict.fromkeys(row["cursor"] for row in reversed(first))
     # Older lines, which a later look may reach, were not asked for. Cursors are in order of time.
     floor = first[-1]["cursor"] if first else ""

@@ -92,3 +92,10 @@ def test_following_ends_by_itself_only_when_told(system: System, cli: Cli) -> No
     assert process.stdout.readline().startswith("ID")
     process.send_signal(2)
     assert process.wait(30) == 0
+
+
+def test_following_without_access_prints_no_table(cli: Cli) -> None:
+    """Its title comes after the first page, when all modules are there: see `_follow`."""
+    done = cli.run("logs", "--follow", LORIKEET_API_KEY="lk_live_none")
+    assert done.code != 0 and done.err.startswith("lorikeet: ")
+    assert done.out == ""
