@@ -16,9 +16,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+import pytest
+
 from tests.warm_start import TRAINERS, can_trainer_be_warm, warm_trainers
 
 ROOT = Path(__file__).parent.parent
+
+
+def train_in_float32(patch: pytest.MonkeyPatch) -> None:
+    """Also where the processor multiplies bfloat16, which rounds too coarsely to compare losses."""
+    import torch
+
+    for module in ("worker.batch_training.base", "worker.training.loop"):
+        patch.setattr(f"{module}.training_dtype", lambda: torch.float32)
 
 
 class Trainer:

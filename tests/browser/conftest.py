@@ -182,15 +182,16 @@ def adapter_dir(base_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    executable = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if executable is None:
-        pytest.fail("Chromium is missing; on Debian: apt-get install chromium-headless-shell")
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
     # While it runs, this thread has an event loop and Django's ORM refuses to work in it; so it
     # ends with the module, and the tests here touch the database through the pages alone.
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
-        yield found
-        found.close()
+        executable = found or playwright.chromium.executable_path  # of `playwright install`
+        if not Path(executable).exists():
+            pytest.fail("Chromium is missing; on Debian: apt-get install chromium-headless-shell")
+        chromium = playwright.chromium.launch(executable_path=executable, args=CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()
 
 
 @contextlib.contextmanager

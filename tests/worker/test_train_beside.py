@@ -27,6 +27,7 @@ from engine.request import Request, SamplingParams
 from engine.training.parameters import AdapterLayout
 from tests.fakes import fake_config
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import train_in_float32
 from tests.worker.test_train_many import adapter_of, train_here, write_jobs
 from tests.worker.test_train_many_join import Orders, is_step, train, write
 from worker.batch_training import away
@@ -46,7 +47,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.batch_training.base.training_dtype", lambda: torch.float32)
+    train_in_float32(monkeypatch)
     monkeypatch.setattr(away, "_AGAIN_S", 0.02)
 
 

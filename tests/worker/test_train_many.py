@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from contract.training import TrainJob
 from engine.training.checkpoint import Checkpoint
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import train_in_float32
 from tests.worker.training.test_train import ROOT, write_job, write_rows
 from worker.batch_training.disk import CheckpointFolder, SavedRun
 from worker.train import EventLog, train
@@ -130,8 +131,7 @@ def two_folders(tmp_path: Path) -> tuple[Path, Path]:
 def test_it_says_and_makes_what_the_present_trainer_does(
     tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("worker.batch_training.base", "worker.training.loop"):
-        monkeypatch.setattr(f"{module}.training_dtype", lambda: torch.float32)
+    train_in_float32(monkeypatch)
     together, alone = (
         write_jobs(folder, tiny_base, learning_rate=0.01) for folder in two_folders(tmp_path)
     )

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from contract.training import TrainJob
 from engine.training.model import TrainingModel
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import train_in_float32
 from tests.worker.test_train_many import Heard, adapter_of, train_here, write_chats
 from tests.worker.training.test_train import write_job
 from worker.batch_training.disk import CheckpointFolder
@@ -36,8 +37,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("worker.batch_training.base", "worker.training.loop"):
-        monkeypatch.setattr(f"{module}.training_dtype", lambda: torch.float32)
+    train_in_float32(monkeypatch)
 
 
 def write(folder: Path, base: Path, job: dict[str, Any] | None = None, **hyper: Any) -> Path:

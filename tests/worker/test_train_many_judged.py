@@ -16,6 +16,7 @@ from contract import judging
 from contract.judging import BatchScores, ExpectedAnswer, Given
 from contract.protocol import adapter_digest
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import train_in_float32
 from tests.worker.test_train_many import train_here, write_chats
 from tests.worker.training.test_train import write_job
 from worker.batch_training import judging as worker_judging
@@ -45,8 +46,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("worker.batch_training.base", "worker.training.loop"):
-        monkeypatch.setattr(f"{module}.training_dtype", lambda: torch.float32)
+    train_in_float32(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from tests.tiny_base import TINY_NAME, write_tiny_base
+from tests.trainers import train_in_float32
 from tests.worker.training.test_train import run_here, write_job, write_rows
 from tests.worker.training.test_train_families import base as family_base
 from worker.training.batches import collate, collate_packed
@@ -29,9 +30,8 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_float32() -> Iterator[None]:
-    """Also where the processor multiplies bfloat16: it rounds too coarsely to compare losses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.training.loop.training_dtype", lambda: torch.float32)
+        train_in_float32(patch)
         yield
 
 
