@@ -63,7 +63,7 @@ fmt: setup
 
 openapi: setup
 	DJANGO_SETTINGS_MODULE=tests.settings \
-		$(BIN)/python manage.py spectacular --format openapi-json --file docs/openapi.json
+		$(BIN)/python manage.py spectacular --format openapi-json --file openapi.json
 
 bench: setup
 	$(BIN)/python -m bench.cpu

@@ -1,7 +1,7 @@
 """Complete the OpenAPI document: add the addresses of /v1 that plain async views serve, and the
 parts that all operations share.
 
-The document is committed as docs/openapi.json (`make openapi`); a test compares the two.
+It is served at /api/openapi.json; `make openapi` writes it to a file.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.conformance.conftest import Served, say
 from tests.fakes import FAKE_NAME
-from tests.live import ROOT
+from tests.openapi import generated
 
 BODY: dict[str, Any] = {
     "model": FAKE_NAME,
@@ -60,7 +60,7 @@ def test_broken_bodies_are_a_400_each(served: Served) -> None:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-SCHEMA = schemathesis.openapi.from_path(ROOT / "docs" / "openapi.json")
+SCHEMA = schemathesis.openapi.from_dict(generated())
 CHECKS = [status_code_conformance, content_type_conformance]
 #: What generates in anybody's words, and what lists models; DELETE would take other tests'
 #: adapters out of service.
