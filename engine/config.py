@@ -21,6 +21,8 @@ class EngineConfig:
     model_dir             a Hugging Face folder: config.json, safetensors, tokenizer files
     device                "cpu" or "cuda[:n]"
     dtype                 "float32" or "bfloat16"; None: float32 on a CPU, bfloat16 on a GPU
+    base_precision        "fp8": linears that the checkpoint has in 16 or 32 bits are quantised as
+                          they are loaded; None: the base is as the checkpoint has it
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
@@ -61,6 +63,7 @@ class EngineConfig:
     model_dir: Path
     device: str = "cpu"
     dtype: str | None = None
+    base_precision: str | None = None
     arena_bytes: int | None = None
     reserved_share: float = 0.0
     max_adapter_bytes: int | None = None
@@ -95,6 +98,8 @@ class EngineConfig:
             raise ValueError(f"reserved_share is {self.reserved_share}, not from 0 to below 1")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
+        if self.base_precision not in (None, "fp8"):
+            raise ValueError(f"base_precision is {self.base_precision!r}, not fp8 or None")
         for name in (
             "max_running", "max_step_tokens", "page_size", "loader_threads", "max_prefetch",
         ):  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import TensorDescriptor, jit, tl
+from kernels.fp8 import Fp8Matrix, Fp8Rows
 from kernels.lora_plan import TILE_T, LoraPlan
 from kernels.lora_table import LoraTable
 from kernels.silu_mul import silu_mul_ref
@@ -24,10 +25,10 @@ def gate_up_silu_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_fuse(x: torch.Tensor) -> bool:
-    """Whether the kernel supports x: 2-byte elements, on a GPU of compute capability 9 (TMA)."""
+    """Whether the kernel supports x: up to 2-byte elements, on a GPU of capability 9 (TMA)."""
     if not x.is_cuda:
         return True  # Triton's interpreter
-    return x.element_size() == 2 and _capability(x.device)[0] == 9
+    return x.element_size() <= 2 and _capability(x.device)[0] == 9
 
 
 @functools.cache
@@ -104,6 +105,28 @@ def _add_adapters(
     return both
 
 
+@jit()
+def _scale(
+    both,
+    first,
+    num_tokens,
+    first_column,
+    width,
+    row_scale_ptr,
+    column_scale_ptr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Multiply both [BLOCK_M, 2 BLOCK_N], a product of FP8 numbers, by its scales."""
+    row = first + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, 2 * BLOCK_N)
+    column = first_column + c % BLOCK_N
+    place = column + c // BLOCK_N * width
+    rows = tl.load(row_scale_ptr + row, mask=row < num_tokens, other=0.0)
+    columns = tl.load(column_scale_ptr + place, mask=column < width, other=0.0)
+    return both * rows[:, None] * columns[None, :]
+
+
 @jit("num_tokens", "layer")
 def _gate_up_kernel(
     x_desc,
@@ -115,11 +138,14 @@ def _gate_up_kernel(
     rows_ptr,
     chunks_ptr,
     tile_chunks_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
     num_tokens,
     width,
     in_width,
     layer,
     HAS_LORA: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     CHUNK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -141,6 +167,18 @@ def _gate_up_kernel(
             weight = weight_desc.load([0, n * BLOCK_N, k * BLOCK_K])
             weight = weight.reshape(2 * BLOCK_N, BLOCK_K)
             both = tl.dot(x, weight.T, both, input_precision="ieee")
+        if HAS_SCALES:
+            both = _scale(
+                both,
+                m * BLOCK_M,
+                num_tokens,
+                n * BLOCK_N,
+                width,
+                row_scale_ptr,
+                column_scale_ptr,
+                BLOCK_M,
+                BLOCK_N,
+            )
         if HAS_LORA:
             both = _add_adapters(
                 both,
@@ -169,8 +207,8 @@ def _gate_up_kernel(
 
 
 def gate_up_silu_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Fp8Rows,
+    weight: torch.Tensor | Fp8Matrix,
     *,
     h: torch.Tensor | None = None,
     arena: torch.Tensor | None = None,
@@ -179,7 +217,8 @@ def gate_up_silu_triton(
     layer: int = 0,
     num_programs: int | None = None,
     block_n: int = 128,
-    block_k: int = 64,
+    block_k: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     band: int = 16,
     num_warps: int = 8,
     num_stages: int = 3,
@@ -187,9 +226,18 @@ def gate_up_silu_triton(
     """x [T, E], weight [2I, E] -> [T, I], with the adapters of `plan` if h is given.
 
     h  the shrink over (gate, up); every row must then belong to a segment of the plan
+    dtype  of the output where x is in FP8
     """
+    scales = None
+    if isinstance(x, Fp8Rows):
+        assert isinstance(weight, Fp8Matrix)
+        scales, x, weight = (x.scale, weight.scale), x.numbers, weight.numbers
+    else:
+        assert isinstance(weight, torch.Tensor)
+        dtype = x.dtype
+    block_k = block_k or 128 // x.element_size()
     num_tokens, width = x.shape[0], weight.shape[0] // 2
-    out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, width, dtype=dtype, device=x.device)
     parts = weight.view(2, width, x.shape[1])
     _gate_up_kernel[(num_programs or _num_processors(x.device),)](
         x_desc=TensorDescriptor.from_tensor(x, [TILE_T, block_k]),
@@ -201,11 +249,14 @@ def gate_up_silu_triton(
         rows_ptr=x if table is None else table.rows,
         chunks_ptr=x if plan is None else plan.chunks,
         tile_chunks_ptr=x if plan is None else plan.tile_chunks,
+        row_scale_ptr=x if scales is None else scales[0],
+        column_scale_ptr=x if scales is None else scales[1],
         num_tokens=num_tokens,
         width=width,
         in_width=x.shape[1],
         layer=layer,
         HAS_LORA=h is not None,
+        HAS_SCALES=scales is not None,
         CHUNK_T=0 if plan is None else plan.block_t,
         BLOCK_M=TILE_T,
         BLOCK_N=block_n,

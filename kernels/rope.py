@@ -1,7 +1,8 @@
 """Rotary position embedding of q and k, and the write of k and v into their pages.
 
 The kernel first adds the adapters' output to q, k and v, which was computed separately. In model
-families that have them, it also applies the bias and the norm of each head's q and k.
+families that have them, it also applies the bias and the norm of each head's q and k. An FP8
+product gets its scales first.
 
 Source: RoFormer, arXiv:2104.09864.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.fp8 import Scales
 from kernels.kv_pages import PageLayout
 
 
@@ -59,6 +61,8 @@ def _rope_kernel(
     delta_ptr,
     bias_ptr,
     norm_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
@@ -78,6 +82,7 @@ def _rope_kernel(
     HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -91,6 +96,11 @@ def _rope_kernel(
     place = rows[:, None] * ((H + 2 * K) * D) + head * D + d[None, :]
     low = tl.load(qkv_ptr + place, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(qkv_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        scale = tl.load(row_scale_ptr + rows, mask=live, other=0.0)[:, None]
+        columns = column_scale_ptr + head * D + d
+        low *= scale * tl.load(columns, mask=d < HALF, other=0.0)[None, :]
+        high *= scale * tl.load(columns + HALF, mask=d < HALF, other=0.0)[None, :]
     if HAS_DELTA:
         low += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
         high += tl.load(delta_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -145,11 +155,13 @@ def rope_kv_write_triton(
     bias: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Launch the kernel on rows that have q, k and v side by side.
 
     qkv     [T, (H + 2 K) D] contiguous
     slots   [T] int64; -1: a padding row, nothing is written
+    scales  what qkv is to be multiplied by before anything is added to it
     delta   like qkv, added to it first
     bias    [(H + 2 K) D], added too
     norm    [2, D]: weights of the RMSNorm (with eps) of each head's q and k before the rotation
@@ -163,6 +175,8 @@ def rope_kv_write_triton(
         delta_ptr=qkv if delta is None else delta,
         bias_ptr=qkv if bias is None else bias,
         norm_ptr=qkv if norm is None else norm,
+        row_scale_ptr=cos if scales is None else scales.rows,
+        column_scale_ptr=cos if scales is None else scales.columns,
         out_ptr=out,
         cos_ptr=cos,
         sin_ptr=sin,
@@ -182,6 +196,7 @@ def rope_kv_write_triton(
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
+        HAS_SCALES=scales is not None,
         BLOCK_T=block_t,
         BLOCK_HALF=next_power_of_2(dim // 2),
         num_warps=2,

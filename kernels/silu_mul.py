@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl, use_triton
+from kernels.fp8 import Fp8Matrix, Fp8Rows, Scales, empty_rows, scale_and_quantize
 from kernels.lora_expand import tile_rows
 from kernels.lora_plan import LoraPlan
 from kernels.lora_shrink import load_record
@@ -37,9 +38,51 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * width + columns, silu * up, mask=mask)
 
 
+@jit()
+def _silu_mul_fp8_kernel(
+    gate_up_ptr,
+    delta_ptr,
+    out_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
+    numbers_ptr,
+    scale_ptr,
+    fixed_ptr,
+    width,
+    HAS_DELTA: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    WRITES_OUT: tl.constexpr,
+    HAS_FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: a row's scale follows from all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    dtype = out_ptr.dtype.element_ty
+    place = row * 2 * width + columns
+    gate = tl.load(gate_up_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + place + width, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        row_scale = tl.load(row_scale_ptr + row)
+        gate *= row_scale * tl.load(column_scale_ptr + columns, mask=mask, other=0.0)
+        up *= row_scale * tl.load(column_scale_ptr + width + columns, mask=mask, other=0.0)
+    if HAS_DELTA:
+        gate += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(delta_ptr + place + width, mask=mask, other=0.0).to(tl.float32)
+    out = (gate * tl.sigmoid(gate)).to(dtype) * up.to(dtype)
+    if WRITES_OUT:
+        tl.store(out_ptr + row * width + columns, out, mask=mask)
+    numbers, scale = scale_and_quantize(out.to(tl.float32), fixed_ptr, HAS_FIXED)
+    tl.store(numbers_ptr + row * width + columns, numbers, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
 @jit("layer")
 def _lora_silu_mul_kernel(
     gate_up_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
     out_ptr,
     h_ptr,
     arena_ptr,
@@ -49,6 +92,7 @@ def _lora_silu_mul_kernel(
     counts_ptr,
     width,
     layer,
+    HAS_SCALES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -82,9 +126,18 @@ def _lora_silu_mul_kernel(
             up_rows = tl.load(up_b_ptrs, mask=up_has[:, None] & inside, other=0.0)
             gate_sum = tl.dot(gate_h, gate_rows, gate_sum, input_precision="ieee")
             up_sum = tl.dot(up_h, up_rows, up_sum, input_precision="ieee")
-        gate_sum += gate.to(tl.float32)
-        gate = (gate_sum * tl.sigmoid(gate_sum)).to(gate.dtype)
-        up = (up_sum + up.to(tl.float32)).to(up.dtype)
+        dtype = out_ptr.dtype.element_ty
+        gate = gate.to(tl.float32)
+        up = up.to(tl.float32)
+        if HAS_SCALES:
+            row_scale = tl.load(row_scale_ptr + rows, mask=t < count, other=0.0)[:, None]
+            gate_scale = tl.load(column_scale_ptr + columns, mask=columns < width, other=0.0)
+            up_scale = tl.load(column_scale_ptr + width + columns, mask=columns < width, other=0.0)
+            gate *= row_scale * gate_scale[None, :]
+            up *= row_scale * up_scale[None, :]
+        gate_sum += gate
+        gate = (gate_sum * tl.sigmoid(gate_sum)).to(dtype)
+        up = (up_sum + up).to(dtype)
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], gate * up, mask=live & inside)
 
 
@@ -105,6 +158,46 @@ def silu_mul_triton(gate_up: torch.Tensor, delta: torch.Tensor | None = None) ->
     return out
 
 
+def silu_mul_fp8_triton(
+    gate_up: torch.Tensor,
+    delta: torch.Tensor | None = None,
+    scales: Scales | None = None,
+    *,
+    reader: Fp8Matrix,
+    is_plain: bool = False,
+) -> tuple[torch.Tensor | None, Fp8Rows]:
+    """silu_mul of gate_up [T, 2I] times `scales`, plus `delta`, quantised for `reader`.
+
+    is_plain  whether anybody reads the output unquantised
+
+    -> ([T, I] or None, the same quantised)
+    """
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up
+    if is_plain:
+        out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    rows, fixed = empty_rows(gate_up, width), reader.input_scale
+    block = next_power_of_2(width)
+    _silu_mul_fp8_kernel[(num_tokens,)](
+        gate_up_ptr=gate_up,
+        delta_ptr=gate_up if delta is None else delta,
+        out_ptr=out,
+        row_scale_ptr=rows.scale if scales is None else scales.rows,
+        column_scale_ptr=rows.scale if scales is None else scales.columns,
+        numbers_ptr=rows.numbers,
+        scale_ptr=rows.scale,
+        fixed_ptr=rows.scale if fixed is None else fixed,
+        width=width,
+        HAS_DELTA=delta is not None,
+        HAS_SCALES=scales is not None,
+        WRITES_OUT=is_plain,
+        HAS_FIXED=fixed is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out if is_plain else None, rows
+
+
 def lora_silu_mul_triton(
     gate_up: torch.Tensor,
     h: torch.Tensor,
@@ -112,6 +205,7 @@ def lora_silu_mul_triton(
     table: LoraTable,
     plan: LoraPlan,
     layer: int,
+    scales: Scales | None = None,
     *,
     num_programs: int = 1056,
     block_n: int = 64,
@@ -119,6 +213,8 @@ def lora_silu_mul_triton(
     num_stages: int = 1,
 ) -> torch.Tensor:
     """silu(gate + adapters' gate) * (up + adapters' up); h is the shrink over (gate, up).
+
+    gate_up is multiplied by its scales first, if there are any.
 
     For prefills: the adapters' output stays in registers instead of being written and read again.
     Rows that belong to no segment are not written.
@@ -131,6 +227,8 @@ def lora_silu_mul_triton(
     )
     _lora_silu_mul_kernel[(programs,)](
         gate_up_ptr=gate_up,
+        row_scale_ptr=table.scale if scales is None else scales.rows,
+        column_scale_ptr=table.scale if scales is None else scales.columns,
         out_ptr=out,
         h_ptr=h,
         arena_ptr=arena,
@@ -140,6 +238,7 @@ def lora_silu_mul_triton(
         counts_ptr=plan.counts,
         width=width,
         layer=layer,
+        HAS_SCALES=scales is not None,
         BLOCK_T=plan.block_t,
         BLOCK_N=block,
         num_warps=num_warps,

@@ -11,6 +11,8 @@ import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
@@ -35,6 +37,19 @@ def speed_up() -> None:
     interpreter.TritonSemantic.binary_op_type_checking_impl = _checked
     interpreter.TritonSemantic.broadcast_impl_value = _broadcast_value
     interpreter.TritonSemantic.cast = _cast
+    interpreter._convert_float = _convert_float
+
+
+_original_convert_float = interpreter._convert_float
+
+
+def _convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """As the original, but rounded to E4M3 as a card does: that loses a carry (127 becomes 64)."""
+    if target != core.float8e4nv:
+        return _original_convert_float(data, source, target, rounding)
+    assert source in (core.float32, core.float16)
+    wide = torch.from_numpy(np.ascontiguousarray(data).astype(np.float32))
+    return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 _original_np_dtype = interpreter._get_np_dtype

@@ -8,13 +8,14 @@ import torch
 
 from engine.adapters.plan import EMBEDDING, HEAD, Site
 from engine.model.config import ModelConfig
-from engine.model.weights import Weights
+from engine.model.weights import Matrix, Weights
+from kernels.fp8 import Fp8Matrix
 
 
 class FusedWeights(Protocol):
     """Weights that are kept fused: q, k and v in one matrix, gate and up in another."""
 
-    def fused(self, layer: int, name: str) -> torch.Tensor:
+    def fused(self, layer: int, name: str) -> Matrix:
         """Return `qkv`, `o`, `gate_up` or `down` of a layer, [out, in]; it may be a copy."""
 
     def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
@@ -33,8 +34,8 @@ class PlainWeights:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def fused(self, layer: int, name: str) -> torch.Tensor:
-        matrix: torch.Tensor = getattr(self._weights.layers[layer], name)
+    def fused(self, layer: int, name: str) -> Matrix:
+        matrix: Matrix = getattr(self._weights.layers[layer], name)
         return matrix
 
     def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:
@@ -64,13 +65,19 @@ class BaseWeights:
         )
 
     def matrix(self, site: Site) -> torch.Tensor:
-        """Return W [out, in] of y = W x, on the engine's device; an embedding is [E, V]."""
+        """Return W [out, in] of y = W x, on the engine's device; an embedding is [E, V].
+
+        What is kept quantised comes as the values that products multiply by, in float32.
+        """
         if site.projection == EMBEDDING:
             return self.vocabulary(site).T
         if site.projection == HEAD:
             return self.vocabulary(site)
         name, low, high = self._places[site.projection]
-        return self._source.fused(site.layer, name)[low:high]
+        matrix = self._source.fused(site.layer, name)
+        if isinstance(matrix, Fp8Matrix):
+            return matrix.rows(low, high).dense()
+        return matrix[low:high]
 
     def bias(self, site: Site) -> torch.Tensor | None:
         """Return b [out] of y = W x + b, fp32 in host memory; None: there is none."""

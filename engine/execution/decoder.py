@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine.execution.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.weights import LayerWeights, Weights
+from engine.model.weights import LayerWeights, Matrix, Weights, dense
 from kernels import (
     LoraBatch,
     LoraExtras,
@@ -31,6 +31,7 @@ from kernels import (
     rope_kv_write,
     silu_mul,
 )
+from kernels.fp8 import Fp8Matrix, quantize_rows_ref
 from kernels.lora_vocab import lora_embed, lora_head
 from kernels.rms_norm import rms_norm_ref
 
@@ -163,13 +164,23 @@ class Linear:
     On a CPU in fp32 the weight is kept as oneDNN packs it: MKL, torch's default there, takes two
     to three times as long on processors that are not Intel's.
 
+    A weight in FP8 is kept as `dtype`, and x is rounded as a GPU quantises it: the arithmetic of
+    the card's products, but for the order of sums.
+
     may_pack  False: never, so that there is no second copy of a weight that somebody else holds
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True
+        self,
+        weight: Matrix,
+        bias: torch.Tensor | None = None,
+        *,
+        may_pack: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.bias = bias
+        self._fp8 = weight if isinstance(weight, Fp8Matrix) else None
+        weight = dense(weight, dtype)
         self._is_packed = (
             may_pack
             and weight.device.type == "cpu"
@@ -183,6 +194,8 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fp8 is not None:
+            x = quantize_rows_ref(x, self._fp8.input_scale).dense().to(x.dtype)
         if self._is_packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self.bias, "none", [], ""
@@ -203,10 +216,11 @@ class DecoderLayer:
     ) -> None:
         self._config, self._index = config, index
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._qkv = Linear(weights.qkv, weights.qkv_bias, may_pack=may_pack)
-        self._o = Linear(weights.o, weights.o_bias, may_pack=may_pack)
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, may_pack=may_pack)
-        self._down = Linear(weights.down, weights.down_bias, may_pack=may_pack)
+        linear = functools.partial(Linear, may_pack=may_pack, dtype=weights.input_norm.dtype)
+        self._qkv = linear(weights.qkv, weights.qkv_bias)
+        self._o = linear(weights.o, weights.o_bias)
+        self._gate_up = linear(weights.gate_up, weights.gate_up_bias)
+        self._down = linear(weights.down, weights.down_bias)
         self._qk_norm: torch.Tensor | None = None  # [H + K, D]
         if weights.qk_norm is not None:
             q_norm, k_norm = weights.qk_norm

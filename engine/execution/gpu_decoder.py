@@ -6,6 +6,10 @@ gate/up and SiLU * mul are one launch. The biases and norms that other families 
 ride along in these. Adapters add a shrink and an expand beside each of the four matrix products, on
 a stream of their own; whoever reads the product adds the two. Nothing here waits for the device, so
 a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
+
+Where a matrix is in FP8, whoever writes its input quantises it, and whoever reads the product
+applies the scales; after the attention a launch of its own quantises. Adapters read the input as it
+was before.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -22,10 +26,18 @@ from engine.adapters.copies import Arrival
 from engine.execution.prompt_scores import Scores
 from engine.model.config import ModelConfig
 from engine.model.rope import rope_tables
-from engine.model.weights import LayerWeights, Weights
+from engine.model.weights import LayerWeights, Matrix, Weights
 from kernels import LoraExtras, LoraTable, PageLayout, Projection
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.fp8 import (
+    Activation,
+    Fp8Matrix,
+    Scales,
+    apply_scales_triton,
+    fp8_product,
+    quantize_rows_triton,
+)
 from kernels.gate_up import can_fuse, gate_up_silu_triton
 from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
@@ -34,9 +46,9 @@ from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
 from kernels.lora_rows import replace_embedded_triton, replace_logits_triton
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.lora_vocab import lora_embed, lora_head, sampled
-from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from kernels.rms_norm import norm_triton
 from kernels.rope import rope_kv_write_triton
-from kernels.silu_mul import lora_silu_mul_triton, silu_mul_triton
+from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_triton
 
 QKV = (Projection.Q, Projection.K, Projection.V)
 GATE_UP = (Projection.GATE, Projection.UP)
@@ -51,6 +63,18 @@ _FUSED = 2048
 _AFTER, _RECORDED, _BEFORE = 0, -1, -2
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Product(NamedTuple):
+    """The parts of a linear's output [T, N] for whoever reads it: base * scales + delta.
+
+    delta   what the adapters add; None: nothing
+    scales  None: the base's part has none
+    """
+
+    base: torch.Tensor
+    delta: torch.Tensor | None = None
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +172,13 @@ class GpuModel:
             for arrival in batch.arrivals:
                 arrival.await_layer(0)
             self._embed(residual, batch.token_ids, batch.extras)
-        normed = rms_norm_triton(residual, weights.layers[0].input_norm, eps)
-        following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
+        first = weights.layers[0]
+        normed, _ = norm_triton(residual, first.input_norm, eps, **_readers(batch, first.qkv))
+        following: list[tuple[torch.Tensor, Matrix | None]] = [
+            *((layer.input_norm, layer.qkv) for layer in weights.layers[1:]),
+            (weights.norm, None),
+        ]
+        for index, (layer, after) in enumerate(zip(weights.layers, following, strict=True)):
             for arrival in batch.arrivals:
                 arrival.await_layer(index)
             attended = self._attention(batch, index, layer, normed)
@@ -160,25 +188,27 @@ class GpuModel:
                 attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, plan=batch.sample_plan, extras=extras)
-            linear, norm = (layer.o, layer.o_bias), layer.post_norm
+            linear, norm = (layer.o, layer.o_bias), (layer.post_norm, layer.gate_up)
+            inner = _quantized(attended, layer.o)
             normed, residual = self._residual_linear(
-                batch, index, Projection.O, attended, linear, residual, norm
+                batch, index, Projection.O, inner, linear, residual, norm
             )
             inner = self._mlp(batch, index, layer, normed)
-            linear, norm = (layer.down, layer.down_bias), next_norm
+            linear = (layer.down, layer.down_bias)
             normed, residual = self._residual_linear(
-                batch, index, Projection.DOWN, inner, linear, residual, norm
+                batch, index, Projection.DOWN, inner, linear, residual, after
             )
+        states = normed.given
         if batch.scores is not None:
-            scored = normed[batch.scores.rows]
+            scored = states[batch.scores.rows]
             batch.scores.compute(scored, self._logits, self.config.vocab_size)
             if batch.sample_rows is not None:
-                normed = normed[batch.sample_rows]
+                states = states[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, extras=extras)
         if batch.kept is not None:
-            batch.kept[: len(normed)].copy_(normed)
-        return self._logits(normed, batch.extras)
+            batch.kept[: len(states)].copy_(states)
+        return self._logits(states, batch.extras)
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, E] -> the base's logits [N, V]"""
@@ -202,10 +232,12 @@ class GpuModel:
         lora_embed(hidden, token_ids, self.arena, extras)
 
     def _attention(
-        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation
     ) -> torch.Tensor:
         """What the heads gathered, [T, H D]; the o projection is yet to come."""
-        qkv, delta = self._linear_with_lora(batch, index, QKV, x, layer.qkv, later=layer.qkv_bias)
+        qkv, delta, scales = self._linear_with_lora(
+            batch, index, QKV, x, layer.qkv, later=layer.qkv_bias
+        )
         q = rope_kv_write_triton(
             qkv,
             self._cos,
@@ -220,6 +252,7 @@ class GpuModel:
             bias=layer.qkv_bias,
             norm=layer.qk_norm,
             eps=self.config.rms_norm_eps,
+            scales=scales,
         )
         return self._attend(batch, index, q).flatten(1)
 
@@ -260,62 +293,86 @@ class GpuModel:
         batch: GpuBatch,
         index: int,
         projection: Projection,
-        x: torch.Tensor,
-        linear: tuple[torch.Tensor, torch.Tensor | None],
+        x: Activation,
+        linear: tuple[Matrix, torch.Tensor | None],
         residual: torch.Tensor,
-        norm: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm: tuple[torch.Tensor, Matrix | None],
+    ) -> tuple[Activation, torch.Tensor]:
         """(the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
 
-        In a long pass the product adds itself to the residual, in place: its blocks read that
-        beside their multiplications, and the norm has two tensors less to move.
+        In a long pass a product that is not in FP8 adds itself to the residual, in place: its
+        blocks read that beside their multiplications, and the norm has two tensors less to move.
+
+        norm  its weight, and the matrix that multiplies what is normed; None: the last one
         """
         eps, (weight, bias) = self.config.rms_norm_eps, linear
-        is_long = x.shape[0] >= _LONG and bias is None and batch.extras is None
-        onto = residual if is_long else None
-        out, delta = self._linear_with_lora(batch, index, (projection,), x, weight, bias, onto)
-        if not is_long:
-            return add_rms_norm_triton(out, residual, norm, eps, delta)
+        is_long = x.num_rows >= _LONG and bias is None and batch.extras is None
+        onto = residual if is_long and isinstance(weight, torch.Tensor) else None
+        out, delta, scales = self._linear_with_lora(
+            batch, index, (projection,), x, weight, bias, onto
+        )
+        readers = _readers(batch, norm[1])
+        if onto is None:
+            return norm_triton(
+                out, norm[0], eps, residual=residual, delta=delta, scales=scales, **readers
+            )
         if delta is not None:
-            return add_rms_norm_triton(delta, out, norm, eps)
-        return rms_norm_triton(out, norm, eps), out
+            return norm_triton(delta, norm[0], eps, residual=out, **readers)
+        return norm_triton(out, norm[0], eps, **readers)
 
-    def _mlp(
-        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
-    ) -> torch.Tensor:
+    def _mlp(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
         """What the down projection reads, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         has_more = batch.extras is not None or layer.gate_up_bias is not None
-        if x.shape[0] >= _FUSED and batch.may_fuse and not has_more and can_fuse(x):
-            h = None if plan is None else self._shrink(batch, index, GATE_UP, x)
-            return gate_up_silu_triton(
-                x, layer.gate_up, h=h, arena=self.arena, table=table, plan=plan, layer=index
+        weight = layer.gate_up
+        given = x.fp8 if isinstance(weight, Fp8Matrix) else x.given
+        assert given is not None
+        if (
+            x.num_rows >= _FUSED
+            and batch.may_fuse
+            and not has_more
+            and can_fuse(x.given if x.fp8 is None else x.fp8.numbers)
+        ):
+            h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
+            inner = gate_up_silu_triton(
+                given, weight, h=h, arena=self.arena, table=table, plan=plan, layer=index
             )
+            return _quantized(inner, layer.down)
         if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
             side = self._side_stream(batch, GATE_UP)
             with torch.cuda.stream(side):
-                h = self._shrink(batch, index, GATE_UP, x)
-            gate_up = self._product(x, layer.gate_up, layer.gate_up_bias)
+                h = self._shrink(batch, index, GATE_UP, x.given)
+            gate_up, scales = self._product(batch, x, weight, layer.gate_up_bias)
             self._join(side)
             self._adjust(batch, index, GATE_UP, gate_up)
-            return lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index)
-        return silu_mul_triton(
-            *self._linear_with_lora(batch, index, GATE_UP, x, layer.gate_up, layer.gate_up_bias)
+            inner = lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index, scales)
+            return _quantized(inner, layer.down)
+        gate_up, delta, scales = self._linear_with_lora(
+            batch, index, GATE_UP, x, weight, layer.gate_up_bias
         )
+        if isinstance(layer.down, Fp8Matrix):
+            return Activation(
+                *silu_mul_fp8_triton(
+                    gate_up, delta, scales, reader=layer.down, is_plain=plan is not None
+                )
+            )
+        if scales is not None:
+            apply_scales_triton(gate_up, scales)
+        return Activation(silu_mul_triton(gate_up, delta))
 
     def _linear_with_lora(
         self,
         batch: GpuBatch,
         index: int,
         projections: tuple[Projection, ...],
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Activation,
+        weight: Matrix,
         bias: torch.Tensor | None = None,
         onto: torch.Tensor | None = None,
         later: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(x W^T + b, the adapters' part of it or None), computed side by side.
+    ) -> _Product:
+        """x W^T + b and the adapters' part of it, computed side by side.
 
         Whoever reads the product adds the two: adding into it would have to wait for it.
 
@@ -324,11 +381,14 @@ class GpuModel:
         """
         is_plain = batch.is_mlp_plain and projections[0] >= Projection.GATE
         if batch.table is None or batch.plan is None or is_plain:
-            return self._product(x, weight, bias, onto), None
+            base, scales = self._product(batch, x, weight, bias, onto)
+            return _Product(base, None, scales)
         side = self._side_stream(batch, projections)
         with torch.cuda.stream(side):
-            h = self._shrink(batch, index, projections, x)
-            delta = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+            h = self._shrink(batch, index, projections, x.given)
+            delta = torch.empty(
+                x.num_rows, weight.shape[0], dtype=x.given.dtype, device=x.given.device
+            )
             lora_expand_triton(
                 h,
                 self.arena,
@@ -341,25 +401,35 @@ class GpuModel:
                 add=False,
             )
         # The library's products leave the side stream more room than those for few rows do.
-        out = self._product(x, weight, bias, onto, functional.linear)
+        base, scales = self._product(batch, x, weight, bias, onto, functional.linear)
         self._join(side)
-        self._adjust(batch, index, projections, out, later)
-        return out, delta
+        self._adjust(batch, index, projections, base, later)
+        return _Product(base, delta, scales)
 
     def _product(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        batch: GpuBatch,
+        x: Activation,
+        weight: Matrix,
         bias: torch.Tensor | None,
         onto: torch.Tensor | None = None,
         linear: Linear | None = None,
-    ) -> torch.Tensor:
-        """x W^T + b; with something to add by the library, which adds it on the way."""
+    ) -> tuple[torch.Tensor, Scales | None]:
+        """(x W^T + b, the scales that it lacks); with something to add by the library.
+
+        An FP8 product that a bias is added to, or that adapters adjust, gets its scales here.
+        """
+        if isinstance(weight, Fp8Matrix):
+            assert x.fp8 is not None
+            product, scales = fp8_product(x.fp8, weight, self.weights.norm.dtype)
+            if bias is None and batch.extras is None:
+                return product, scales
+            return apply_scales_triton(product, scales, bias), None
         if onto is not None:
-            return onto.addmm_(x, weight.t())
+            return onto.addmm_(x.given, weight.t()), None
         if bias is not None:
-            return functional.linear(x, weight, bias)
-        return (linear or self._linear)(x, weight)
+            return functional.linear(x.given, weight, bias), None
+        return (linear or self._linear)(x.given, weight), None
 
     def _adjust(
         self,
@@ -406,3 +476,17 @@ class GpuModel:
     def _join(self, side: torch.cuda.Stream | None) -> None:
         if side is not None:
             torch.cuda.current_stream(self.device).wait_stream(side)
+
+
+def _readers(batch: GpuBatch, weight: Matrix | None) -> dict[str, Any]:
+    """What `norm_triton` has to write for the matrix that multiplies its output, and adapters."""
+    if not isinstance(weight, Fp8Matrix):
+        return {}
+    return {"reader": weight, "is_plain": batch.plan is not None}
+
+
+def _quantized(x: torch.Tensor, weight: Matrix) -> Activation:
+    """x [T, K], and its numbers if the matrix that multiplies it is in FP8."""
+    if isinstance(weight, Fp8Matrix):
+        return Activation(x, quantize_rows_triton(x, weight.input_scale))
+    return Activation(x)

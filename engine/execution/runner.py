@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -30,7 +31,7 @@ from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
-from engine.model.weights import Weights, load_weights
+from engine.model.weights import Weights, load_weights, quantized
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
 from engine.sequence import Step
@@ -76,8 +77,12 @@ class ModelRunner:
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout = self._layout = config.page_layout(model)
+        in_fp8 = config.base_precision == "fp8"
         if weights is None:
-            weights = load_weights(config.model_dir, model, config.device, dtype)
+            folder, device = config.model_dir, config.device
+            weights = load_weights(folder, model, device, dtype, in_fp8=in_fp8)
+        elif in_fp8:
+            weights = replace(weights, layers=tuple(map(quantized, weights.layers)))
         self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,

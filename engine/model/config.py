@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.model.quantization import Fp8Scheme, read_scheme
 from engine.model.rope import RopeScaling, read_rope
 
 # Fields that say nothing about the arithmetic of inference.
@@ -22,7 +23,7 @@ _NEUTRAL = frozenset({
     "_model_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype",
     "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config",
     "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "pretraining_tp", "return_dict", "torch_dtype", "transformers.js_config",
+    "pretraining_tp", "quantization_config", "return_dict", "torch_dtype", "transformers.js_config",
     "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 _READ = frozenset({
@@ -55,6 +56,7 @@ class ModelConfig:
                   have full attention
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     qk_norm       whether each head's q and k pass an RMSNorm before they are rotated
+    scheme        how the checkpoint stores its quantised linears; None: none is quantised
     """
 
     vocab_size: int
@@ -75,6 +77,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    scheme: Fp8Scheme | None = None
 
     @property
     def q_size(self) -> int:
@@ -147,6 +150,7 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias")),
             qk_norm=family == "qwen3",
+            scheme=read_scheme(fields),
         )
         if num_heads % num_kv_heads or config.head_dim % 2:
             raise UnsupportedModel(

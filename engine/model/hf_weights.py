@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import Weights, build_weights
+from engine.model.weights import Matrix, Weights, build_weights
 
 #: A parameter's dtype -> the dtype in which the engine computes.
 _DTYPES = {
@@ -120,7 +120,7 @@ class _Module:
         data = self._take(name, shape).data
         return data.float() if self._is_copied else data
 
-    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         parts = [
             self._take(name, (height, width)) for name, height in zip(names, heights, strict=True)
         ]

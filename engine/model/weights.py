@@ -3,12 +3,15 @@
 q, k and v become one matrix, gate and up another: one product instead of three or two. Files are
 memory-mapped. The decoder must know every tensor in them, and none may be missing. The config says
 which optional biases and norms the model has.
+
+Linears of the layers may be in FP8: as the checkpoint has them, or quantised as they are read. The
+embedding, the last matrix, biases and norms never are.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +20,20 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
+from engine.model.quantization import Fp8Scheme
+from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
+
+#: A layer's linears, as `LayerWeights` names them.
+LINEARS = ("qkv", "o", "gate_up", "down")
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+
+#: A weight [out, in].
+Matrix = torch.Tensor | Fp8Matrix
+
+
+def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values [out, in] that a product multiplies by: the weight itself, or a copy."""
+    return matrix.dense(dtype) if isinstance(matrix, Fp8Matrix) else matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +41,11 @@ class LayerWeights:
     """One decoder layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor  # [E]
-    qkv: torch.Tensor  # [(H + 2 K) D, E]
-    o: torch.Tensor  # [E, H D]
+    qkv: Matrix  # [(H + 2 K) D, E]
+    o: Matrix  # [E, H D]
     post_norm: torch.Tensor  # [E]
-    gate_up: torch.Tensor  # [2 I, E]
-    down: torch.Tensor  # [E, I]
+    gate_up: Matrix  # [2 I, E]
+    down: Matrix  # [E, I]
     qkv_bias: torch.Tensor | None = None  # [(H + 2 K) D]
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
@@ -61,8 +78,8 @@ class TensorSource(Protocol):
 
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
 
-    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
-        """Return the matrices [height, width] stacked by rows: [sum of heights, width]."""
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
+        """Return linears' weights [height, width] stacked by rows: [sum of heights, width]."""
 
     def drop(self, suffix: str) -> None:
         """Ignore the tensors whose names end with `suffix`."""
@@ -74,8 +91,10 @@ class TensorSource(Protocol):
 class _Checkpoint:
     """The tensors of a model folder."""
 
-    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+    def __init__(
+        self, folder: Path, scheme: Fp8Scheme | None, device: str, dtype: torch.dtype
+    ) -> None:
+        self._scheme, self._device, self._dtype = scheme, device, dtype
         index_file = folder / "model.safetensors.index.json"
         try:
             if index_file.exists():
@@ -92,29 +111,29 @@ class _Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._places
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor as the file has it; raise UnsupportedModel unless it has `shape`."""
-        if name not in self._places:
-            raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
-        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise UnsupportedModel(
-                f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
-            )
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UnsupportedModel(
-                f"tensor {name} is {tensor.dtype}; quantised weights are not supported", param=name
-            )
-        return tensor
-
     def load(self, name: str, *shape: int) -> torch.Tensor:
-        return self.take(name, shape).to(self._device, self._dtype)
+        return self._take(name, shape).to(self._device, self._dtype)
 
-    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> torch.Tensor:
+    def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
+        modules = [name.removesuffix(".weight") for name in names]
+        if self._scheme is not None:
+            are_plain = {self._scheme.ignores(module) for module in modules}
+            if are_plain == {False}:
+                parts = [
+                    self._take_fp8(module, height, width)
+                    for module, height in zip(modules, heights, strict=True)
+                ]
+                return _stacked(parts)
+            if len(are_plain) == 2:
+                raise UnsupportedModel(
+                    f"config.json: quantization_config ignores a part of {', '.join(modules)}, "
+                    "which the decoder keeps as one matrix: ignore all or none",
+                    param="quantization_config",
+                )
         fused = torch.empty(sum(heights), width, device=self._device, dtype=self._dtype)
         first = 0
         for name, height in zip(names, heights, strict=True):
-            fused[first : first + height].copy_(self.take(name, (height, width)))
+            fused[first : first + height].copy_(self._take(name, (height, width)))
             first += height
         return fused
 
@@ -126,25 +145,102 @@ class _Checkpoint:
             name = min(self._places)
             raise UnsupportedModel(f"the decoder has no use for tensor {name}", param=name)
 
+    def _take(
+        self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = _PLAIN
+    ) -> torch.Tensor:
+        """Return the tensor as the file has it; raise UnsupportedModel unless it fits."""
+        if name not in self._places:
+            raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
+        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(
+                f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
+            )
+        if tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise UnsupportedModel(
+                f"tensor {name} is {tensor.dtype}; by config.json it has to be {known}", param=name
+            )
+        return tensor
 
-def load_weights(folder: Path, config: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
-    """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit."""
-    return build_weights(_Checkpoint(folder, device, dtype), config)
+    def _take_fp8(self, module: str, height: int, width: int) -> Fp8Matrix:
+        """Return a quantised linear's weight [height, width]."""
+        assert self._scheme is not None
+        numbers = self._take(f"{module}.weight", (height, width), (FP8,))
+        if bool(numbers.float().isnan().any()):
+            raise UnsupportedModel(f"tensor {module}.weight has NaN", param=f"{module}.weight")
+        scale = self._take_scale(f"{module}.weight_scale", height).expand(height).contiguous()
+        static = self._scheme.is_static
+        inputs = self._take_scale(f"{module}.input_scale", 1) if static else None
+        matrix = Fp8Matrix(numbers, scale, inputs)
+        return matrix.to(self._device)
+
+    def _take_scale(self, name: str, height: int) -> torch.Tensor:
+        """Return scales [height] or [1] fp32; those of channels may be stored as a column."""
+        stored = self._places.get(name)
+        shape = tuple(stored.get_slice(name).get_shape()) if stored is not None else ()
+        if shape not in {(), (1,), (height,), (height, 1)}:
+            raise UnsupportedModel(
+                f"tensor {name} has shape {list(shape)}: neither one scale nor {height}",
+                param=name,
+            )
+        scale = self._take(name, shape).float().reshape(-1)
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise UnsupportedModel(
+                f"tensor {name} has a scale that is not a number above zero", param=name
+            )
+        return scale
+
+
+def _stacked(parts: list[Fp8Matrix]) -> Fp8Matrix:
+    """Stack matrices that multiply one activation; its scale, if fixed, is their largest."""
+    if len(parts) == 1:
+        return parts[0]
+    inputs = [part.input_scale for part in parts if part.input_scale is not None]
+    return Fp8Matrix(
+        torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(FP8),
+        torch.cat([part.scale for part in parts]),
+        torch.stack(inputs).amax(dim=0) if inputs else None,
+    )
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, device: str, dtype: torch.dtype, *, in_fp8: bool = False
+) -> Weights:
+    """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit.
+
+    in_fp8  quantise linears that the checkpoint does not have in FP8
+    """
+    checkpoint = _Checkpoint(folder, config.scheme, device, dtype)
+    return build_weights(checkpoint, config, in_fp8=in_fp8)
 
 
 def build_weights(
-    checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True
+    checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True, in_fp8: bool = False
 ) -> Weights:
     """Build the decoder's weights; raise UnsupportedModel naming a tensor that does not fit."""
     hidden = config.hidden_size
     embedding, lm_head = _load_ends(checkpoint, config)
-    layers = tuple(_load_layer(checkpoint, config, i) for i in range(config.num_layers))
+    layers = []
+    for index in range(config.num_layers):
+        layer = _load_layer(checkpoint, config, index)
+        layers.append(quantized(layer) if in_fp8 else layer)
     norm = checkpoint.load("model.norm.weight", hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
     return Weights(
-        embedding=embedding, layers=layers, norm=norm, lm_head=lm_head, may_pack=may_pack
+        embedding=embedding, layers=tuple(layers), norm=norm, lm_head=lm_head, may_pack=may_pack
     )
+
+
+def quantized(layer: LayerWeights) -> LayerWeights:
+    """Return the layer with its linears in FP8, a scale per output channel."""
+    changed: dict[str, Any] = {}
+    for name in LINEARS:
+        matrix = getattr(layer, name)
+        if isinstance(matrix, torch.Tensor):
+            changed[name] = quantize_matrix(matrix)
+    return replace(layer, **changed)
 
 
 def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,12 +271,12 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             (config.q_size, config.kv_size, config.kv_size),
             hidden,
         ),
-        o=checkpoint.load(f"{attention}.o_proj.weight", hidden, config.q_size),
+        o=checkpoint.fuse((f"{attention}.o_proj.weight",), (hidden,), config.q_size),
         post_norm=checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden),
         gate_up=checkpoint.fuse(
             (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
         ),
-        down=checkpoint.load(f"{mlp}.down_proj.weight", hidden, inner),
+        down=checkpoint.fuse((f"{mlp}.down_proj.weight",), (hidden,), inner),
         **_load_extras(checkpoint, config, attention, mlp),
     )
 

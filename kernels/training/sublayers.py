@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from kernels.fp8 import Fp8Matrix
 from kernels.training.attention import Attended, Options, Three
 from kernels.training.lora import (
     lora_backward_a,
@@ -30,11 +31,25 @@ from kernels.training.segments import Rows, Segments
 
 @dataclass(frozen=True, slots=True)
 class LoraWeight:
-    """A frozen weight [out, in], its bias [out], and the runs' adapters of it."""
+    """A frozen weight [out, in], its bias [out], and the runs' adapters of it.
 
-    weight: torch.Tensor
+    A weight in FP8 is made dense for each product: gradients are those of the values served.
+    """
+
+    matrix: torch.Tensor | Fp8Matrix
     bias: torch.Tensor | None
     site: LoraSite
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> x W^T + b [T, out]"""
+        return linear(x, self._dense(x.dtype), self.bias)
+
+    def back(self, dy: torch.Tensor) -> torch.Tensor:
+        """dy [T, out] -> dy W [T, in]"""
+        return dy @ self._dense(dy.dtype)
+
+    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.matrix.dense(dtype) if isinstance(self.matrix, Fp8Matrix) else self.matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +125,11 @@ class _AttentionSublayer(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         normed = norm.forward(hidden)
-        packed = linear(normed, qkv.weight, qkv.bias)
+        packed = qkv.times(normed)
         u = lora_forward(normed, packed, pools.values, qkv.site, segments)
         attended = heads.attend(packed, rows)
         inner = attended.out.flatten(1)
-        y = linear(inner, out.weight, out.bias)
+        y = out.times(inner)
         out_u = lora_forward(inner, y, pools.values, out.site, segments, hidden)
         ctx.save_for_backward(hidden, u, out_u)
         ctx.kept = (packed, attended) if keep else None
@@ -128,17 +143,17 @@ class _AttentionSublayer(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         dy, normed = dy.contiguous(), norm.forward(hidden)
         if kept is None:
-            packed = linear(normed, qkv.weight, qkv.bias)
+            packed = qkv.times(normed)
             lora_forward(normed, packed, pools.values, qkv.site, segments)
             kept = packed, heads.attend(packed, rows)
         packed, attended = kept
         inner = attended.out.flatten(1)
-        d_inner = dy @ out.weight
+        d_inner = out.back(dy)
         du = lora_backward_b(out_u, dy, pools, out.site, segments)
         lora_backward_a(du, inner, d_inner, pools, out.site, segments)
         d_packed = heads.backward(packed, attended, d_inner, rows)
         del kept, packed, attended, inner, d_inner
-        d_normed = d_packed @ qkv.weight
+        d_normed = qkv.back(d_packed)
         du = lora_backward_b(u, d_packed, pools, qkv.site, segments)
         lora_backward_a(du, normed, d_normed, pools, qkv.site, segments)
         dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)
@@ -182,10 +197,10 @@ class _MlpSublayer(torch.autograd.Function):
         keep: bool,
     ) -> torch.Tensor:
         normed = norm.forward(hidden)
-        both = linear(normed, gate_up.weight, gate_up.bias)
+        both = gate_up.times(normed)
         u = lora_shrink(normed, pools.values, gate_up.site, segments)
         inner = lora_silu(both, u, pools.values, gate_up.site, segments)
-        y = linear(inner, down.weight, down.bias)
+        y = down.times(inner)
         down_u = lora_forward(inner, y, pools.values, down.site, segments, hidden)
         ctx.save_for_backward(hidden, u, down_u)
         ctx.kept = both if keep else None
@@ -199,14 +214,14 @@ class _MlpSublayer(torch.autograd.Function):
         both, ctx.kept = ctx.kept, None
         dy, normed = dy.contiguous(), norm.forward(hidden)
         if both is None:
-            both = linear(normed, gate_up.weight, gate_up.bias)
-        inner = dy @ down.weight
+            both = gate_up.times(normed)
+        inner = down.back(dy)
         du = lora_backward_b(down_u, dy, pools, down.site, segments)
         # `both` becomes its own gradient, and `inner`, which is its gradient, itself.
         lora_silu_backward(both, inner, u, du, pools.values, gate_up.site, down.site, segments)
         lora_backward_a(du, inner, None, pools, down.site, segments)
         del inner
-        d_normed = both @ gate_up.weight
+        d_normed = gate_up.back(both)
         du = lora_backward_b(u, both, pools, gate_up.site, segments)
         lora_backward_a(du, normed, d_normed, pools, gate_up.site, segments)
         dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)

@@ -1,0 +1,52 @@
+"""FP8 bases through the GPU's decoder: scales on the way, adapters of all kinds beside.
+
+Runs on a card under `make test-gpu`; elsewhere Triton's interpreter runs the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.model.families import FAMILIES, save_family
+from tests.engine.model.fp8_bases import FORMATS, make_fp8, save_checkpoint
+from tests.engine.model.test_families import FamilyOracle, check, make_engine
+from tests.engine.model.test_fp8 import MEAN_TOLERANCE, TOLERANCE, save_adapters
+
+if torch.cuda.is_available():
+    pytestmark = pytest.mark.gpu
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+CASES = [(None, 45), ("all", 15), ("dora", 7), ("kv", 20)]
+# On a card the library's products want widths that are multiples of 16.
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
+
+
+def play(oracle: FamilyOracle, **config: object) -> None:
+    settings = {"device": DEVICE, "dtype": "float32", "use_triton": True, "max_running": 4}
+    engine = make_engine(oracle, **{**settings, "max_step_tokens": 48, **config})
+    check(engine, oracle, CASES, num_tokens=4)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "name", FAMILIES if DEVICE == "cuda" else [pytest.param("llama-biases"), "qwen3-sliding"]
+)
+def test_a_base_quantised_at_load(tmp_path: Path, name: str) -> None:
+    base = save_family(tmp_path / "base", name, **WIDE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), make_fp8, TOLERANCE)
+    play(oracle, base_precision="fp8")
+
+
+@pytest.mark.parametrize("name", FORMATS if DEVICE == "cuda" else ["tensor-static"])
+def test_a_checkpoint_of_each_format(tmp_path: Path, name: str) -> None:
+    base = save_family(tmp_path / "base", "llama", **WIDE)
+    matrices = save_checkpoint(base, tmp_path / "fp8", name)
+    change = functools.partial(make_fp8, matrices=matrices)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
+    play(oracle, model_dir=tmp_path / "fp8")

@@ -1,0 +1,199 @@
+"""FP8 bases: quantised at load or read from a checkpoint, they are what Hugging Face's are.
+
+The oracle has the same quantised weights and rounds activations alike; adapters, by PEFT, read them
+as they were before. A sum in another order may round an activation to its neighbour, so
+log-probabilities are near, not equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import UnsupportedModel
+from engine.model.config import ModelConfig
+from engine.model.weights import load_weights
+from kernels.fp8 import Fp8Matrix
+from tests.engine.conftest import save_adapter
+from tests.engine.model.families import save_family
+from tests.engine.model.fp8_bases import FORMATS, make_fp8, save_checkpoint
+from tests.engine.model.test_families import (
+    ADAPTERS,
+    FamilyOracle,
+    check,
+    make_engine,
+)
+
+#: Differences of log-probabilities, the largest and the mean. If adapters read the rounded
+#: activation, some would be above 0.3.
+TOLERANCE, MEAN_TOLERANCE = 0.3, 0.04
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
+
+
+def save_adapters(base: Path, folder: Path) -> dict[str, Path]:
+    return {
+        name: save_adapter(base, folder / name, seed, **config)
+        for seed, (name, config) in enumerate(ADAPTERS.items())
+    }
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "mistral", "qwen2", "qwen3"])
+def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    base = family(name)
+    adapters = save_adapters(base, tmp_path)
+    oracle = FamilyOracle(base, adapters, make_fp8, TOLERANCE)
+    engine = make_engine(oracle, base_precision="fp8")
+    check(engine, oracle)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_of_each_format(
+    family: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    base = family("llama")
+    adapters = save_adapters(base, tmp_path / "adapters")
+    matrices = save_checkpoint(base, tmp_path / "fp8", name)
+    change = functools.partial(make_fp8, matrices=matrices)
+    oracle = FamilyOracle(base, adapters, change, TOLERANCE)
+    engine = make_engine(oracle, model_dir=tmp_path / "fp8")
+    check(engine, oracle)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_checkpoints(
+    family: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    matrices = save_checkpoint(family("llama"), tmp_path / "fp8", name)
+    config = ModelConfig.from_folder(tmp_path / "fp8")
+    weights = load_weights(tmp_path / "fp8", config, "cpu", torch.float32)
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        down = matrices.get(f"{prefix}.mlp.down_proj")
+        if down is None:
+            assert isinstance(layer.down, torch.Tensor)
+        else:
+            assert isinstance(layer.down, Fp8Matrix)
+            assert torch.equal(layer.down.dense(), down.dense())
+        parts = [matrices.get(f"{prefix}.self_attn.{n}_proj") for n in "qkv"]
+        dense = [part.dense() for part in parts if part is not None]
+        if dense:
+            assert isinstance(layer.qkv, Fp8Matrix)
+            assert torch.equal(layer.qkv.dense(), torch.cat(dense))
+
+
+def refused(folder: Path) -> UnsupportedModel:
+    with pytest.raises(UnsupportedModel) as caught:
+        load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
+    return caught.value
+
+
+def edit(fields: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        fields = fields[parent]
+    fields[last] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("fp8-dynamic", "quant_method", "gptq"),
+        ("fp8-dynamic", "quant_method", None),
+        ("fp8-dynamic", "quant_method", ["fp8"]),
+        ("fp8-dynamic", "fmt", "e5m2"),
+        ("fp8-dynamic", "weight_block_size", [128, 128]),
+        ("fp8-dynamic", "activation_scheme", "sometimes"),
+        ("fp8-dynamic", "ignored_layers", "lm_head"),
+        ("fp8-dynamic", "new_field", True),
+        ("channel-token", "format", "pack-quantized"),
+        ("channel-token", "kv_cache_scheme", {"num_bits": 8}),
+        ("channel-token", "ignore", ["re:("]),
+        ("channel-token", "config_groups", {}),
+        ("channel-token", "config_groups.group_0", 5),
+        ("channel-token", "config_groups.group_0.targets", ["Linear", "Embedding"]),
+        ("channel-token", "config_groups.group_0.weights", None),
+        ("channel-token", "config_groups.group_0.weights.num_bits", 4),
+        ("channel-token", "config_groups.group_0.weights.type", "int"),
+        ("channel-token", "config_groups.group_0.weights.strategy", "group"),
+        ("channel-token", "config_groups.group_0.weights.symmetric", False),
+        ("channel-token", "config_groups.group_0.weights.group_size", 128),
+        ("channel-token", "config_groups.group_0.input_activations", None),
+        ("channel-token", "config_groups.group_0.input_activations.strategy", "group"),
+        ("channel-token", "config_groups.group_0.input_activations.dynamic", "local"),
+        ("channel-token", "config_groups.group_0.output_activations", {"num_bits": 8}),
+    ],
+)
+def test_a_config_is_refused_by_the_name_of_its_field(
+    family: Callable[[str], Path], tmp_path: Path, name: str, path: str, value: Any
+) -> None:
+    fields = json.loads((family("llama") / "config.json").read_text())
+    fields["quantization_config"] = json.loads(json.dumps(FORMATS[name]))
+    edit(fields["quantization_config"], path, value)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModel) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert caught.value.param == f"quantization_config.{path}"
+    assert f"quantization_config.{path}" in str(caught.value)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("problem", "named"),
+    [
+        ("no scale", f"{Q}.weight_scale"),
+        ("scales cut", f"{Q}.weight_scale"),
+        ("scale of NaN", f"{Q}.weight_scale"),
+        ("scale of zero", f"{Q}.weight_scale"),
+        ("negative scale", f"{Q}.weight_scale"),
+        ("weight of NaN", f"{Q}.weight"),
+        ("weight in bf16", f"{Q}.weight"),
+        ("weight cut", f"{Q}.weight"),
+        ("input scale unasked", "model.layers.0.mlp.down_proj.input_scale"),
+        ("half ignored", "quantization_config"),
+    ],
+)
+def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
+    family: Callable[[str], Path], tmp_path: Path, problem: str, named: str
+) -> None:
+    folder = tmp_path / "fp8"
+    save_checkpoint(family("llama"), folder, "channel-token")
+    tensors = load_file(folder / "model.safetensors")
+    scale, weight = f"{Q}.weight_scale", f"{Q}.weight"
+    changes: dict[str, Callable[[], object]] = {
+        "no scale": lambda: tensors.pop(scale),
+        "scales cut": lambda: tensors.update({scale: tensors[scale][:5].clone()}),
+        "scale of NaN": lambda: tensors[scale][3].fill_(float("nan")),
+        "scale of zero": lambda: tensors[scale][3].fill_(0),
+        "negative scale": lambda: tensors[scale][3].neg_(),
+        "weight of NaN": lambda: tensors[weight].view(torch.uint8)[2, 2].fill_(0x7F),
+        "weight in bf16": lambda: tensors.update({weight: tensors[weight].bfloat16()}),
+        "weight cut": lambda: tensors.update({weight: tensors[weight][:8].clone()}),
+        "input scale unasked": lambda: tensors.update({named: torch.ones(1)}),
+        "half ignored": lambda: None,
+    }
+    changes[problem]()
+    save_file(tensors, folder / "model.safetensors")
+    if problem == "half ignored":
+        fields = json.loads((folder / "config.json").read_text())
+        fields["quantization_config"]["ignore"] = [Q]
+        (folder / "config.json").write_text(json.dumps(fields))
+    error = refused(folder)
+    assert error.param == named
+    assert named in str(error)

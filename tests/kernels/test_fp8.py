@@ -1,0 +1,174 @@
+"""FP8: quantising rows, and the kernels that read FP8 products, against plain arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.fp8 import (
+    FP8,
+    Fp8Matrix,
+    Fp8Rows,
+    Scales,
+    apply_scales_triton,
+    fp8_linear_ref,
+    fp8_product,
+    quantize_matrix,
+    quantize_rows_ref,
+    quantize_rows_triton,
+)
+from kernels.gate_up import gate_up_silu_triton
+from kernels.lora_plan import TILE_T, make_plan
+from kernels.lora_shrink import lora_shrink_triton
+from kernels.rms_norm import norm_triton, rms_norm_ref
+from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_ref
+from tests.kernels.cases import make_adapters
+from tests.kernels.test_triton import assert_near
+
+
+def assert_same(rows: Fp8Rows, expected: Fp8Rows) -> None:
+    """Nearly all numbers are the same; sums in another order may round one to its neighbour."""
+    torch.testing.assert_close(rows.scale, expected.scale, rtol=1e-2, atol=0)
+    ours, theirs = rows.numbers.float(), expected.numbers.float()
+    assert (ours != theirs).float().mean() < 0.05
+    torch.testing.assert_close(ours, theirs, rtol=0.13, atol=0.002)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_quantize_rows(is_fixed: bool, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(5, 48, device=device).to(dtype)
+    x[2] = 0
+    x[3] *= 1000
+    fixed = torch.full((1,), 0.01, device=device) if is_fixed else None
+    rows, expected = quantize_rows_triton(x, fixed), quantize_rows_ref(x, fixed)
+    assert_same(rows, expected)
+    if not is_fixed:
+        assert rows.numbers.float().abs().amax(dim=1).tolist() == [448, 448, 0, 448, 448]
+        error = (rows.dense() - x.float()).abs() / rows.scale[:, None]
+        assert error.max() <= 16.1  # half a step of the numbers from 256 to 448
+
+
+def test_a_product_with_its_scales_is_the_linear(device: str) -> None:
+    x, weight = torch.randn(3, 32, device=device), torch.randn(16, 32, device=device)
+    matrix = quantize_matrix(weight)
+    expected = fp8_linear_ref(x, matrix)
+    product, scales = fp8_product(quantize_rows_triton(x), matrix, torch.bfloat16)
+    applied = apply_scales_triton(product.float(), scales)
+    torch.testing.assert_close(applied, expected, rtol=1e-2, atol=1e-2)
+    bias = torch.randn(16, device=device)
+    biased = apply_scales_triton(product.float(), scales, bias)
+    torch.testing.assert_close(biased, expected + bias, rtol=1e-2, atol=1e-2)
+    assert (expected - x @ weight.T).norm() / expected.norm() < 0.06
+
+
+def test_rows_and_devices_of_a_matrix(device: str) -> None:
+    matrix = quantize_matrix(torch.randn(8, 16))
+    moved = matrix.to(device)
+    assert torch.equal(moved.rows(2, 5).dense().cpu(), matrix.dense()[2:5])
+    assert moved.shape == (8, 16) and moved.numbers.dtype == FP8
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("inputs", ["", "residual", "residual delta", "residual delta fixed"])
+def test_norm_of_a_product(inputs: str, is_plain: bool, dtype: torch.dtype, device: str) -> None:
+    width = 48
+    x, residual, delta = torch.randn(3, 5, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    scales = Scales(torch.rand(5, device=device) + 0.1, torch.rand(width, device=device) + 0.1)
+    fixed = torch.full((1,), 0.02, device=device) if "fixed" in inputs else None
+    reader = Fp8Matrix(torch.zeros(1, width, device=device), scales.columns, fixed)
+    full = x.float()
+    if "residual" in inputs:
+        full = full * scales.rows[:, None] * scales.columns + residual.float()
+    if "delta" in inputs:
+        full = full + delta.float()
+    normed, total = norm_triton(
+        x,
+        weight,
+        1e-5,
+        residual=residual if "residual" in inputs else None,
+        delta=delta if "delta" in inputs else None,
+        scales=scales if "residual" in inputs else None,
+        reader=reader,
+        is_plain=is_plain,
+    )
+    assert_near(total, full, dtype)
+    expected = rms_norm_ref(total, weight, 1e-5)
+    assert normed.fp8 is not None
+    assert_same(normed.fp8, quantize_rows_ref(expected, fixed))
+    assert (normed.plain is not None) == is_plain
+    if normed.plain is not None:
+        assert_near(normed.plain, expected, dtype)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_silu_mul_of_a_product(
+    has_delta: bool, is_plain: bool, is_fixed: bool, dtype: torch.dtype, device: str
+) -> None:
+    gate_up, delta = torch.randn(2, 3, 74, device=device).to(dtype)
+    scales = Scales(torch.rand(3, device=device) + 0.1, torch.rand(74, device=device) + 0.1)
+    fixed = torch.full((1,), 0.005, device=device) if is_fixed else None
+    reader = Fp8Matrix(torch.zeros(1, 37, device=device), scales.columns, fixed)
+    full = gate_up.float() * scales.rows[:, None] * scales.columns
+    if has_delta:
+        full = full + delta.float()
+    expected = silu_mul_ref(full).to(dtype)
+    out, rows = silu_mul_fp8_triton(
+        gate_up, delta if has_delta else None, scales, reader=reader, is_plain=is_plain
+    )
+    assert_same(rows, quantize_rows_ref(expected, fixed))
+    assert (out is not None) == is_plain
+    if out is not None:
+        assert_near(out, expected, dtype)
+
+
+def test_lora_silu_mul_of_a_product(dtype: torch.dtype, device: str) -> None:
+    segments = [(3, 0), (2, -1), (21, 1)]
+    adapters = make_adapters({4: (24, 40), 5: (24, 40)}, [4, 27], dtype=dtype, device=device)
+    lora = adapters.batch(segments)
+    x = torch.randn(26, 24, device=device).to(dtype)
+    gate_up = torch.randn(26, 80, device=device).to(dtype)
+    scales = Scales(torch.rand(26, device=device) + 0.1, torch.rand(80, device=device) + 0.1)
+    full = gate_up.float() * scales.rows[:, None] * scales.columns
+    row = 0
+    for count, adapter in segments:
+        own = slice(row, row + count)
+        for half, projection in ((slice(0, 40), 4), (slice(40, 80), 5)):
+            full[own, half] += adapters.delta(x[own], adapter, 1, projection)
+        row += count
+    plan = make_plan(lora, 26, 16)
+    h = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (4, 5))
+    out = lora_silu_mul_triton(
+        gate_up, h, adapters.arena, lora.table, plan, 1, scales, num_programs=5, block_n=32
+    )
+    assert_near(out, silu_mul_ref(full).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("segments", [[], [(70, 0), (2, -1), (TILE_T, 1)]], ids=str)
+def test_gate_up_silu_in_fp8(segments: list[tuple[int, int]], device: str) -> None:
+    """Tensor cores want at least 32 numbers a row."""
+    width, inner, num_tokens = 64, 40, sum(count for count, _ in segments) or 131
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    x = torch.randn(num_tokens, width, device=device).to(dtype)
+    matrix = quantize_matrix(torch.randn(2 * inner, width, device=device) * 0.3)
+    rows = quantize_rows_ref(x)
+    full = rows.dense() @ matrix.dense().T
+    lora = {}
+    if segments:
+        widths = {4: (width, inner), 5: (width, inner)}
+        adapters = make_adapters(widths, [4, 27], dtype=dtype, device=device)
+        batch = adapters.batch(segments)
+        plan = make_plan(batch, num_tokens, 32)
+        h = lora_shrink_triton(x, adapters.arena, batch.table, plan, 1, (4, 5))
+        lora = {"h": h, "arena": adapters.arena, "table": batch.table, "plan": plan, "layer": 1}
+        row = 0
+        for count, adapter in segments:
+            own = slice(row, row + count)
+            full[own, :inner] += adapters.delta(x[own], adapter, 1, 4)
+            full[own, inner:] += adapters.delta(x[own], adapter, 1, 5)
+            row += count
+    sizes = {"num_programs": 3, "block_n": 32, "block_k": 32, "band": 2}
+    out = gate_up_silu_triton(rows, matrix, dtype=dtype, **lora, **sizes)
+    assert_near(out, silu_mul_ref(full), dtype)
