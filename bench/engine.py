@@ -45,6 +45,7 @@ from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.model.config import ModelConfig
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
+CONTEXT_TOKENS, CONTEXT_STEPS = 4096, 64
 HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")
 FILES = 2  # folders per rank
 MIXED = (4, 8, 16, 32, 64, 128)
@@ -79,12 +80,13 @@ class Case:
 
     @property
     def prompt(self) -> int:
-        return {"decode": PROMPT_TOKENS, "prefill": 1024, "first": self.first_prompt}[self.kind]
+        return {"decode": PROMPT_TOKENS, "prefill": 1024}.get(self.kind, self.first_prompt)
 
     @property
     def figure(self) -> str:
         """The field that is compared with the base's result."""
-        return {"decode": "ms_step", "prefill": "tok_s", "first": "ms_first"}[self.kind]
+        figures = {"prefill": "tok_s", "first": "ms_first"}
+        return figures.get(self.kind, "ms_step")
 
     @property
     def total_rank(self) -> int:
@@ -102,6 +104,7 @@ class Bench:
         arena_bytes: int | None,
         max_running: int,
         in_fp32: bool = False,
+        max_context: int = 2048,
         **config: Any,
     ) -> None:
         self._is_cpu = device == "cpu"
@@ -121,7 +124,7 @@ class Bench:
                 max_running=max_running,
                 max_step_tokens=16384,
                 loader_threads=8,
-                max_context=2048,
+                max_context=max_context,
                 host_cache_bytes=1 << 32,  # so that several of rank 128 are read at a time
                 **config,
             ),
@@ -199,6 +202,8 @@ class Bench:
 
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
         """Measure the case; two rounds before the clock starts load adapters and compile."""
+        if case.kind == "context":
+            return self._measure_context(case, rounds)
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
         prompt, new = case.prompt, NEW_TOKENS if is_decode else 1
@@ -234,6 +239,24 @@ class Bench:
             if beside:
                 out["base_ratio"] = round(statistics.median(beside) / median, 3)
         return out
+
+    def _measure_context(self, case: Case, rounds: int) -> dict[str, Any]:
+        """Measure decodes over long contexts: the time beyond that of the prefill alone."""
+        digests = self.adapters(case.ranks, case.adapters)
+        times: dict[int, list[float]] = {1: [], 1 + CONTEXT_STEPS: []}
+        for _ in range(1 + rounds):
+            for new, seconds in times.items():
+                seconds.append(self.run(case.batch, case.prompt, new, digests))
+        prefill, whole = (statistics.median(seconds[1:]) for seconds in times.values())
+        return {
+            "kind": case.kind,
+            "batch": case.batch,
+            "adapters": case.adapters,
+            "rank": case.ranks[0],
+            "prompt": case.prompt,
+            "ms_step": round((whole - prefill) / CONTEXT_STEPS * 1e3, 3),
+            "tok_s": round(case.batch * case.prompt / prefill),
+        }
 
     def measure_peft(self, case: Case, steps: int) -> dict[str, Any]:
         """Measure the decode case in PEFT, with few steps, as each takes seconds.
@@ -301,6 +324,15 @@ class Bench:
     def close(self) -> None:
         self.engine.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def precision_suite() -> Iterator[Case]:
+    """Yield the cases that are measured with the base in bf16 and in FP8."""
+    yield Case(kind="prefill", batch=16, adapters=0)
+    yield Case(kind="prefill", batch=16, adapters=16)
+    for batch, adapters in ((1, 0), (64, 0), (256, 0), (64, 1), (64, 64), (256, 64)):
+        yield Case(kind="decode", batch=batch, adapters=adapters)
+    yield Case(kind="context", batch=32, adapters=0, first_prompt=CONTEXT_TOKENS)
 
 
 def suite() -> Iterator[Case]:
@@ -413,7 +445,8 @@ def write_report(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--suite", choices=["targets"])
+    parser.add_argument("--suite", choices=["targets", "precision"])
+    parser.add_argument("--precision", choices=["fp8"], help="of the base; default: bf16")
     parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
     parser.add_argument("--batch", type=int, default=64)
@@ -446,7 +479,8 @@ def main() -> None:
     )
     # The base first: every case is compared with it.
     bases = [replace(case, adapters=0)] if case.adapters else []
-    cases = list(suite()) if arguments.suite else [*bases, case]
+    suites = {"targets": suite, "precision": precision_suite}
+    cases = list(suites[arguments.suite]()) if arguments.suite else [*bases, case]
     host = provenance(arguments.device)
     print(json.dumps(host), flush=True)
     bench = Bench(
@@ -454,6 +488,8 @@ def main() -> None:
         arguments.device,
         arena_bytes=int(arguments.arena_gb * 1e9) or None,
         max_running=max(each.batch for each in cases),
+        max_context=max(2048, *(each.prompt + NEW_TOKENS for each in cases)),
+        base_precision=arguments.precision,
     )
     bench.temperature = arguments.temperature
     print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
@@ -465,7 +501,7 @@ def main() -> None:
     results = run_cases(bench, cases, host, arguments.rounds, save)
     if arguments.compare:
         compare(bench, cases, host, results, arguments.compare_steps)
-    if arguments.suite:
+    if arguments.suite == "targets":
         print(markdown(host, results))
     if arguments.profile:
         for each in cases:
