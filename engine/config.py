@@ -23,6 +23,8 @@ class EngineConfig:
     dtype                 "float32" or "bfloat16"; None: float32 on a CPU, bfloat16 on a GPU
     base_precision        "fp8": linears that the checkpoint has in 16 or 32 bits are quantised as
                           they are loaded; None: the base is as the checkpoint has it
+    kv_precision          "fp8": keys and values are kept in E4M3, in half of the memory; None: in
+                          `dtype`
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
@@ -64,6 +66,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str | None = None
     base_precision: str | None = None
+    kv_precision: str | None = None
     arena_bytes: int | None = None
     reserved_share: float = 0.0
     max_adapter_bytes: int | None = None
@@ -98,8 +101,9 @@ class EngineConfig:
             raise ValueError(f"reserved_share is {self.reserved_share}, not from 0 to below 1")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
-        if self.base_precision not in (None, "fp8"):
-            raise ValueError(f"base_precision is {self.base_precision!r}, not fp8 or None")
+        for name in ("base_precision", "kv_precision"):
+            if getattr(self, name) not in (None, "fp8"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not fp8 or None")
         for name in (
             "max_running", "max_step_tokens", "page_size", "loader_threads", "max_prefetch",
         ):  # fmt: skip
@@ -150,6 +154,7 @@ class EngineConfig:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             page_size=self.page_size,
+            per_element=self.bytes_per_element if self.kv_precision == "fp8" else 1,
         )
         widest = max(max(widths) for widths in model.projection_widths)
         if layout.page_elems < widest:

@@ -48,9 +48,10 @@ def paged_attention_ref(
     page_tables   [S, max_pages] int32; entries past a sequence's pages are not read
     -> [T, H, D]
     """
-    pages = arena.view(
+    pages = layout.kv(arena).view(
         -1, layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim
     )[:, layer]
+    key_scale, value_scale = layout.scales_of(layer)
     out = torch.zeros_like(q)
     starts = query_start.tolist()
     for s, context in enumerate(context_lens.tolist()):
@@ -58,14 +59,14 @@ def paged_attention_ref(
         if start == end:
             continue
         num_pages = -(-context // layout.page_size)
-        own = pages[page_tables[s, :num_pages].long()].float()  # [n, 2, K, B, D]
+        own = pages.index_select(0, page_tables[s, :num_pages].long()).float()  # [n, 2, K, B, D]
         kv = own.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, K, N, D]
         groups = q.shape[1] // layout.num_kv_heads
         k, v = kv.repeat_interleave(groups, dim=1)  # [H, N, D]
-        scores = torch.einsum("thd,hnd->htn", q[start:end].float(), k) * scale
+        scores = torch.einsum("thd,hnd->htn", q[start:end].float(), k) * (scale * key_scale)
         seen = visible(context - (end - start), context, 0, window).to(q.device)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[start:end] = torch.einsum("htn,hnd->thd", weights, v).to(q.dtype)
+        out[start:end] = (torch.einsum("htn,hnd->thd", weights, v) * value_scale).to(q.dtype)
     return out
 
 
@@ -141,12 +142,16 @@ def _gather_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the pages of page_tables [S, n]: return keys and values, each [S, K, n * B, D]."""
     kv_heads = layout.num_kv_heads
-    blocks = arena.view(-1, layout.head_stride)  # one (page, layer, key or value, head) a row
+    # One (page, layer, key or value, head) a row.
+    blocks = layout.kv(arena).view(-1, layout.head_stride)
     first = page_tables.long() * (layout.num_layers * 2 * kv_heads) + layer * 2 * kv_heads
     index = first[:, None, :] + torch.arange(kv_heads)[None, :, None]  # [S, K, n]
     shape = (page_tables.shape[0], kv_heads, -1, layout.head_dim)
     keys = blocks.index_select(0, index.flatten()).view(shape)
     values = blocks.index_select(0, (index + kv_heads).flatten()).view(shape)
+    if layout.is_fp8:
+        key_scale, value_scale = layout.scales_of(layer)
+        return keys.to(arena.dtype) * key_scale, values.to(arena.dtype) * value_scale
     return keys, values
 
 

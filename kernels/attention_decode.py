@@ -19,6 +19,12 @@ from kernels.kv_pages import PageLayout
 MIN_PART = 64
 
 
+@jit()
+def in_kv_type(q):
+    """q as the type in which E4M3 keys are multiplied: to float16 a card converts in one step."""
+    return q if q.dtype == tl.float32 else q.to(tl.float16)
+
+
 @jit("layer", "table_stride")
 def _decode_kernel(
     q_ptr,
@@ -32,6 +38,7 @@ def _decode_kernel(
     stats_ptr,
     arrived_ptr,
     scale_log2,
+    value_scale,
     page_elems,
     layer_stride,
     value_stride,
@@ -46,6 +53,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
     s = tl.program_id(0)
@@ -68,6 +76,8 @@ def _decode_kernel(
     head_mask = (g < GROUP)[:, None] & (d < D)[None, :]
     heads = row * H + kv_head * GROUP + g
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :], mask=head_mask, other=0.0)
+    if IS_FP8:
+        q = in_kv_type(q)
     top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_G,), dtype=tl.float32)
     out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
@@ -83,6 +93,9 @@ def _decode_kernel(
         kv_mask = live[:, None] & (d < D)[None, :]
         k = tl.load(token[:, None] + d[None, :], mask=kv_mask, other=0.0)
         v = tl.load(token[:, None] + value_stride + d[None, :], mask=kv_mask, other=0.0)
+        if IS_FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(live[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -95,7 +108,8 @@ def _decode_kernel(
     num_parts = tl.cdiv(seen, part_width)
     out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
     if num_parts == 1:
-        tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
+        out = out * value_scale / total[:, None]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
         return
     unit = s * K + kv_head
     mine = (unit * PARTS + part) * BLOCK_G
@@ -119,7 +133,8 @@ def _decode_kernel(
         total = total * shrink + their_total * weight
         out = out * shrink[:, None] + tl.load(partial, cache_modifier=".cg") * weight[:, None]
         top = new_top
-    tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=head_mask)
+    out = out * value_scale / total[:, None]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
     tl.store(arrived_ptr + unit, 0)  # for the next launch
 
 
@@ -175,12 +190,13 @@ def attention_decode_triton(
     """
     out = torch.empty_like(q) if out is None else out
     num_sequences, num_heads = context_lens.shape[0], q.shape[1]
+    key_scale, value_scale = layout.scales_of(layer)
     if workspace is None:
         workspace = DecodeWorkspace(num_sequences, num_heads, layout, q.device)
     _decode_kernel[(num_sequences, layout.num_kv_heads, workspace.parts)](
         q_ptr=q,
         out_ptr=out,
-        arena_ptr=arena,
+        arena_ptr=layout.kv(arena),
         query_start_ptr=query_start,
         context_lens_ptr=context_lens,
         page_tables_ptr=page_tables,
@@ -188,8 +204,9 @@ def attention_decode_triton(
         partial_ptr=workspace.partial,
         stats_ptr=workspace.stats,
         arrived_ptr=workspace.arrived,
-        scale_log2=scale * 1.4426950408889634,
-        page_elems=layout.page_elems,
+        scale_log2=scale * key_scale * 1.4426950408889634,
+        value_scale=value_scale,
+        page_elems=layout.page_numbers,
         layer_stride=layout.layer_stride,
         value_stride=layout.value_stride,
         layer=layer,
@@ -203,6 +220,7 @@ def attention_decode_triton(
         BLOCK_G=max(16, next_power_of_2(num_heads // layout.num_kv_heads)),
         BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
         BLOCK_N=block_n,
+        IS_FP8=layout.is_fp8,
         num_warps=num_warps,
         num_stages=num_stages,
     )

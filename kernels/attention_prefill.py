@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_decode import in_kv_type
 from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.kv_pages import KEYS_READ_TOGETHER, PageLayout
 
@@ -34,6 +35,7 @@ def _prefill_kernel(
     page_tables_ptr,
     table_stride,
     scale_log2,
+    value_scale,
     page_elems,
     layer_stride,
     value_stride,
@@ -48,6 +50,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
     NO_SCORE: tl.constexpr = -1e30  # finite, so that the difference of two is not NaN
@@ -69,6 +72,8 @@ def _prefill_kernel(
     heads = (start + token) * H + kv_head * GROUP + group
     q_mask = ((token < num_new) & (group < GROUP))[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :], mask=q_mask, other=0.0)
+    if IS_FP8:
+        q = in_kv_type(q)
     top = tl.full((BLOCK_Q * GROUP_PAD,), NO_SCORE, dtype=tl.float32)
     total = tl.zeros((BLOCK_Q * GROUP_PAD,), dtype=tl.float32)
     out = tl.zeros((BLOCK_Q * GROUP_PAD, BLOCK_D), dtype=tl.float32)
@@ -93,6 +98,9 @@ def _prefill_kernel(
         page = page.to(tl.int64)
         k = tl.load(key, mask=d_mask, other=0.0)
         v = tl.load(key + value_stride, mask=d_mask, other=0.0)
+        if IS_FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         top, total, out = attend_block(scores, v, top, total, out, scale_log2)
     for low in range(plain, seen, BLOCK_N):
@@ -103,13 +111,17 @@ def _prefill_kernel(
         page = page.to(tl.int64)
         k = tl.load(key, mask=live, other=0.0)
         v = tl.load(key + value_stride, mask=live, other=0.0)
+        if IS_FP8:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(n[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW > 0:
             scores = tl.where(n[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         top, total, out = attend_block(scores, v, top, total, out, scale_log2)
     out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
-    tl.store(out_ptrs, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+    out = out * value_scale / total[:, None]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 def attention_prefill_triton(
@@ -137,6 +149,7 @@ def attention_prefill_triton(
     those of a sequence with context 0. Shapes as in `paged_attention_ref`.
     """
     out = torch.empty_like(q) if out is None else out
+    key_scale, value_scale = layout.scales_of(layer)
     group_pad = next_power_of_2(q.shape[1] // layout.num_kv_heads)
     block_q = max(block_m // group_pad, 16 // min(group_pad, 16), 1)
     grid = (ceil_div(max_new, block_q), context_lens.shape[0], layout.num_kv_heads)
@@ -147,13 +160,14 @@ def attention_prefill_triton(
     _prefill_kernel[grid](
         q_ptr=q,
         out_ptr=out,
-        arena_ptr=arena,
+        arena_ptr=layout.kv(arena),
         query_start_ptr=query_start,
         context_lens_ptr=context_lens,
         page_tables_ptr=page_tables,
         table_stride=page_tables.stride(0),
-        scale_log2=scale * 1.4426950408889634,
-        page_elems=layout.page_elems,
+        scale_log2=scale * key_scale * 1.4426950408889634,
+        value_scale=value_scale,
+        page_elems=layout.page_numbers,
         layer_stride=layout.layer_stride,
         value_stride=layout.value_stride,
         layer=layer,
@@ -167,6 +181,7 @@ def attention_prefill_triton(
         BLOCK_Q=block_q,
         BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
         BLOCK_N=block_n,
+        IS_FP8=layout.is_fp8,
         num_warps=num_warps,
         num_stages=num_stages,
         **limit,

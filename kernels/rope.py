@@ -46,12 +46,16 @@ def rope_kv_write_ref(
     """
     token_cos = cos[positions].unsqueeze(1).to(q.dtype)
     token_sin = sin[positions].unsqueeze(1).to(q.dtype)
-    pages = arena.view(
+    pages = layout.kv(arena).view(
         -1, layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim
     )[:, layer]  # [P, 2, K, B, D]
+    if layout.is_fp8:
+        pages = pages.view(torch.uint8)  # torch puts no E4M3 by index
     page, offset = slots // layout.page_size, slots % layout.page_size
-    pages[page, 0, :, offset] = _rotate(k, token_cos, token_sin).to(arena.dtype)
-    pages[page, 1, :, offset] = v.to(arena.dtype)
+    key_scale, value_scale = layout.scales_of(layer)
+    keys = layout.stored(_rotate(k, token_cos, token_sin), key_scale, arena)
+    pages[page, 0, :, offset] = keys.view(pages.dtype)
+    pages[page, 1, :, offset] = layout.stored(v, value_scale, arena).view(pages.dtype)
     return _rotate(q, token_cos, token_sin)
 
 
@@ -75,6 +79,8 @@ def _rope_kernel(
     num_tokens,
     layer,
     eps,
+    key_scale,
+    value_scale,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -83,6 +89,7 @@ def _rope_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_FP8: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -136,6 +143,10 @@ def _rope_kernel(
         offset += kv_head * (PAGE * D) + (slot % PAGE) * D + tl.where(is_value, value_stride, 0)
         page = arena_ptr + offset[:, None] + d[None, :]
         writes = mask & (slot >= 0)[:, None]
+        if IS_FP8:
+            scale = tl.where(is_value, value_scale, key_scale)
+            low = tl.minimum(tl.maximum(low / scale, -448.0), 448.0)
+            high = tl.minimum(tl.maximum(high / scale, -448.0), 448.0)
         tl.store(page, low.to(arena_ptr.dtype.element_ty), mask=writes)
         tl.store(page + HALF, high.to(arena_ptr.dtype.element_ty), mask=writes)
 
@@ -169,6 +180,7 @@ def rope_kv_write_triton(
     """
     num_tokens, dim = qkv.shape[0], layout.head_dim
     out = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    key_scale, value_scale = layout.scales_of(layer)
     block_t = min(16, next_power_of_2(num_tokens))
     _rope_kernel[(num_heads + 2 * layout.num_kv_heads, ceil_div(num_tokens, block_t))](
         qkv_ptr=qkv,
@@ -182,13 +194,15 @@ def rope_kv_write_triton(
         sin_ptr=sin,
         positions_ptr=positions,
         slots_ptr=slots,
-        arena_ptr=arena,
-        page_elems=layout.page_elems,
+        arena_ptr=layout.kv(arena),
+        page_elems=layout.page_numbers,
         layer_stride=layout.layer_stride,
         value_stride=layout.value_stride,
         num_tokens=num_tokens,
         layer=layer,
         eps=eps,
+        key_scale=key_scale,
+        value_scale=value_scale,
         H=num_heads,
         K=layout.num_kv_heads,
         D=dim,
@@ -197,6 +211,7 @@ def rope_kv_write_triton(
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
         HAS_SCALES=scales is not None,
+        IS_FP8=layout.is_fp8,
         BLOCK_T=block_t,
         BLOCK_HALF=next_power_of_2(dim // 2),
         num_warps=2,

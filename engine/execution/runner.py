@@ -130,6 +130,7 @@ class ModelRunner:
                 num_layers=model.num_layers,
                 max_bytes=_MAX_STACK_BYTES,
             )
+        if config.is_cpu and dtype == torch.float32 and not layout.is_fp8:
             self._cpu_attention = CpuAttention(
                 cos=self._rope.cos,
                 sin=self._rope.sin,

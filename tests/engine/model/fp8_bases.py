@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from kernels.fp8 import FP8, FP8_MAX, Fp8Matrix, quantize_matrix, quantize_rows_ref
 
@@ -104,3 +107,16 @@ def make_fp8(model: Any, matrices: dict[str, Fp8Matrix] | None = None) -> None:
             return (rows.dense().view(args[0].shape).to(args[0].dtype),)
 
         module.register_forward_pre_hook(quantize)
+
+
+def _attend_fp8(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attend as sdpa does, to keys and values as E4M3 with the scale 1 keeps them."""
+    key, value = (each.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(query.dtype) for each in (key, value))
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+def keep_kv_in_fp8(model: Any) -> None:
+    """Have a Hugging Face model attend to rounded keys and values."""
+    AttentionInterface.register("fp8_kv", _attend_fp8)
+    AttentionMaskInterface.register("fp8_kv", sdpa_mask)
+    model.set_attn_implementation("fp8_kv")

@@ -23,7 +23,7 @@ from engine.model.weights import load_weights
 from kernels.fp8 import Fp8Matrix
 from tests.engine.conftest import save_adapter
 from tests.engine.model.families import save_family
-from tests.engine.model.fp8_bases import FORMATS, make_fp8, save_checkpoint
+from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
     ADAPTERS,
     FamilyOracle,
@@ -71,6 +71,17 @@ def test_a_checkpoint_of_each_format(
     engine = make_engine(oracle, model_dir=tmp_path / "fp8")
     check(engine, oracle)
     assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3-yarn"])
+def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    base = family(name)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
+    engine = make_engine(oracle, kv_precision="fp8", page_size=64)
+    check(engine, oracle)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    assert check(engine, oracle)["0"] == 64  # cached tokens are of whole pages
     engine.close()
 
 
