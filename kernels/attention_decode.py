@@ -3,7 +3,8 @@
 A program takes one sequence, one KV head with all its query heads, and a part of the context. If a
 context has several parts, each writes (output, maximum, sum) to a workspace, and the last program
 to finish combines them in order: no second launch, and the same bits every time. With a sliding
-window, only the window's tokens are read.
+window, only the window's tokens are read. The last program of a sequence quantises its row, if the
+matrix that multiplies it is in FP8.
 
 Source: Flash-Decoding (Dao et al., 2023, https://pytorch.org/blog/flash-decoding/).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import jit, next_power_of_2, tl
+from kernels.fp8 import Fp8Rows, scale_and_quantize
 from kernels.kv_pages import PageLayout
 
 # A part shorter than this costs more to combine than it saves (measured on an H200).
@@ -23,6 +25,32 @@ MIN_PART = 64
 def in_kv_type(q):
     """q as the type in which E4M3 keys are multiplied: to float16 a card converts in one step."""
     return q if q.dtype == tl.float32 else q.to(tl.float16)
+
+
+@jit()
+def quantize_finished(
+    s,
+    row,
+    out_ptr,
+    numbers_ptr,
+    row_scale_ptr,
+    fixed_ptr,
+    finished_ptr,
+    width,
+    K: tl.constexpr,
+    HAS_FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count a finished head of sequence s; the last of its K heads quantises row `row` of out."""
+    tl.debug_barrier()  # all threads have stored their part before one thread counts it
+    if tl.atomic_add(finished_ptr + s, 1, sem="acq_rel") == K - 1:
+        columns = tl.arange(0, BLOCK)
+        mask = columns < width
+        x = tl.load(out_ptr + row * width + columns, mask=mask, other=0.0, cache_modifier=".cg")
+        numbers, scale = scale_and_quantize(x.to(tl.float32), fixed_ptr, HAS_FIXED)
+        tl.store(numbers_ptr + row * width + columns, numbers, mask=mask)
+        tl.store(row_scale_ptr + row, scale)
+        tl.store(finished_ptr + s, 0)  # for the next launch
 
 
 @jit("layer", "table_stride")
@@ -37,6 +65,10 @@ def _decode_kernel(
     partial_ptr,
     stats_ptr,
     arrived_ptr,
+    numbers_ptr,
+    row_scale_ptr,
+    fixed_ptr,
+    finished_ptr,
     scale_log2,
     value_scale,
     page_elems,
@@ -54,6 +86,9 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_FP8: tl.constexpr,
+    WRITES_FP8: tl.constexpr,
+    HAS_FIXED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // K
     s = tl.program_id(0)
@@ -110,6 +145,20 @@ def _decode_kernel(
     if num_parts == 1:
         out = out * value_scale / total[:, None]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
+        if WRITES_FP8:
+            quantize_finished(
+                s,
+                row,
+                out_ptr,
+                numbers_ptr,
+                row_scale_ptr,
+                fixed_ptr,
+                finished_ptr,
+                H * D,
+                K,
+                HAS_FIXED,
+                BLOCK_ROW,
+            )
         return
     unit = s * K + kv_head
     mine = (unit * PARTS + part) * BLOCK_G
@@ -136,6 +185,20 @@ def _decode_kernel(
     out = out * value_scale / total[:, None]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
     tl.store(arrived_ptr + unit, 0)  # for the next launch
+    if WRITES_FP8:
+        quantize_finished(
+            s,
+            row,
+            out_ptr,
+            numbers_ptr,
+            row_scale_ptr,
+            fixed_ptr,
+            finished_ptr,
+            H * D,
+            K,
+            HAS_FIXED,
+            BLOCK_ROW,
+        )
 
 
 def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> int:
@@ -147,7 +210,7 @@ def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> in
 class DecodeWorkspace:
     """Scratch memory for split contexts; launches that share one must not overlap.
 
-    So each stream has its own. `arrived` is zero between launches.
+    So each stream has its own. `arrived` and `finished` are zero between launches.
     """
 
     def __init__(
@@ -163,6 +226,7 @@ class DecodeWorkspace:
         self.arrived = torch.zeros(
             num_sequences * layout.num_kv_heads, dtype=torch.int32, device=device
         )
+        self.finished = torch.zeros(num_sequences, dtype=torch.int32, device=device)
 
 
 def attention_decode_triton(
@@ -178,6 +242,8 @@ def attention_decode_triton(
     window: int | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    quantized: Fp8Rows | None = None,
+    fixed: torch.Tensor | None = None,
     block_n: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -187,6 +253,9 @@ def attention_decode_triton(
 
     Other rows of `out` are not written. A sequence with context 0 is padding. Shapes as in
     `paged_attention_ref`.
+
+    quantized  [T, H D] takes the same rows quantised; None: nobody reads them so
+    fixed      [1] the scale of all rows; None: each has its own
     """
     out = torch.empty_like(q) if out is None else out
     num_sequences, num_heads = context_lens.shape[0], q.shape[1]
@@ -204,6 +273,10 @@ def attention_decode_triton(
         partial_ptr=workspace.partial,
         stats_ptr=workspace.stats,
         arrived_ptr=workspace.arrived,
+        numbers_ptr=out if quantized is None else quantized.numbers,
+        row_scale_ptr=out if quantized is None else quantized.scale,
+        fixed_ptr=out if fixed is None else fixed,
+        finished_ptr=workspace.finished,
         scale_log2=scale * key_scale * 1.4426950408889634,
         value_scale=value_scale,
         page_elems=layout.page_numbers,
@@ -221,6 +294,9 @@ def attention_decode_triton(
         BLOCK_D=max(16, next_power_of_2(layout.head_dim)),
         BLOCK_N=block_n,
         IS_FP8=layout.is_fp8,
+        WRITES_FP8=quantized is not None,
+        HAS_FIXED=fixed is not None,
+        BLOCK_ROW=next_power_of_2(num_heads * layout.head_dim),
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -19,6 +19,9 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
+#: Rows from which on programs fill a GPU several times.
+_MANY_ROWS = 1024
+
 #: The least value that counts as a row's largest, so that rows of zeros have a scale.
 _LEAST = 1e-12
 
@@ -163,7 +166,8 @@ def quantize_rows_triton(x: torch.Tensor, fixed: torch.Tensor | None = None) -> 
         width=x.shape[1],
         HAS_FIXED=fixed is not None,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        # With many rows, few warps: 0.23 ms after 0.35 for [16384, 14336] on an H200.
+        num_warps=min(max(block // 512, 1), 16 if x.shape[0] < _MANY_ROWS else 4),
     )
     return out
 

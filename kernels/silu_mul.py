@@ -193,7 +193,7 @@ def silu_mul_fp8_triton(
         WRITES_OUT=is_plain,
         HAS_FIXED=fixed is not None,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 512, 1), 32),
     )
     return out if is_plain else None, rows
 

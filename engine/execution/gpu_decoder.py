@@ -35,6 +35,7 @@ from kernels.fp8 import (
     Fp8Matrix,
     Scales,
     apply_scales_triton,
+    empty_rows,
     fp8_product,
     quantize_rows_triton,
 )
@@ -185,11 +186,12 @@ class GpuModel:
             is_last = index == len(weights.layers) - 1
             if is_last and batch.sample_rows is not None and batch.scores is None:
                 # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
-                attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
+                attended = Activation(attended.given[batch.sample_rows])
+                residual = residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, plan=batch.sample_plan, extras=extras)
             linear, norm = (layer.o, layer.o_bias), (layer.post_norm, layer.gate_up)
-            inner = _quantized(attended, layer.o)
+            inner = attended if attended.fp8 else _quantized(attended.given, layer.o)
             normed, residual = self._residual_linear(
                 batch, index, Projection.O, inner, linear, residual, norm
             )
@@ -233,7 +235,7 @@ class GpuModel:
 
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation
-    ) -> torch.Tensor:
+    ) -> Activation:
         """What the heads gathered, [T, H D]; the o projection is yet to come."""
         qkv, delta, scales = self._linear_with_lora(
             batch, index, QKV, x, layer.qkv, later=layer.qkv_bias
@@ -254,9 +256,10 @@ class GpuModel:
             eps=self.config.rms_norm_eps,
             scales=scales,
         )
-        return self._attend(batch, index, q).flatten(1)
+        return self._attend(batch, index, q, layer.o)
 
-    def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor) -> torch.Tensor:
+    def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor, reader: Matrix) -> Activation:
+        """Attend; decodes alone are quantised on the way, if `reader` is in FP8."""
         window = self.config.window(index)
         out = None
         if batch.blocks is not None:
@@ -285,8 +288,16 @@ class GpuModel:
         )
         # Decodes among prefill chunks take the prefill kernel: one launch, and they are few.
         if batch.max_new > 1 and batch.blocks is None:
-            return attention_prefill_triton(*args, max_new=batch.max_new, window=window)
-        return attention_decode_triton(*args, workspace=batch.workspace, window=window, out=out)
+            out = attention_prefill_triton(*args, max_new=batch.max_new, window=window)
+            return Activation(out.flatten(1))
+        if isinstance(reader, Fp8Matrix) and out is None:
+            rows, fixed = empty_rows(q.flatten(1)), reader.input_scale
+        else:
+            rows = fixed = None
+        out = attention_decode_triton(
+            *args, workspace=batch.workspace, window=window, out=out, quantized=rows, fixed=fixed
+        )
+        return Activation(out.flatten(1), rows)
 
     def _residual_linear(
         self,

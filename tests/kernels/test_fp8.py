@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.attention import paged_attention_ref, paged_attention_torch
-from kernels.attention_decode import attention_decode_triton
+from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.fp8 import (
     FP8,
@@ -16,6 +16,7 @@ from kernels.fp8 import (
     Fp8Rows,
     Scales,
     apply_scales_triton,
+    empty_rows,
     fp8_linear_ref,
     fp8_product,
     quantize_matrix,
@@ -139,8 +140,16 @@ def test_decodes_over_fp8_pages(contexts: list[int], dtype: torch.dtype, device:
     q = torch.randn(len(contexts), 6, 24, device=device).to(dtype)
     tables = (cache.query_start, cache.context_lens, cache.page_tables, 0.2)
     expected = paged_attention_ref(q, cache.arena, cache.layout, 1, *tables)
-    out = attention_decode_triton(q, cache.arena, cache.layout, 1, *tables, min_part=64, block_n=32)
+    args = (q, cache.arena, cache.layout, 1, *tables)
+    workspace, rows = DecodeWorkspace(len(q), 6, cache.layout, q.device), empty_rows(q.flatten(1))
     live = cache.context_lens > 0
+    for _ in range(2):  # the workspace is as it was
+        out = attention_decode_triton(
+            *args, workspace=workspace, quantized=rows, min_part=64, block_n=32
+        )
+        quantized = Fp8Rows(rows.numbers[live], rows.scale[live])
+        assert_same(quantized, quantize_rows_ref(out.flatten(1)[live]))
+        assert not workspace.arrived.any() and not workspace.finished.any()
     assert_near(out[live], expected[live], dtype)
     exact = paged_attention_ref(q, plain.arena, plain.layout, 1, *tables)
     assert (expected - exact)[live].norm() / exact[live].norm() < 0.06
