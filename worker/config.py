@@ -96,7 +96,7 @@ class WorkerConfig:
     worker_id            stays the same after a restart, so that the worker finds its inbox again
     model_dir            the base model's folder; see `worker.base_model`
     adapter_cache_bytes  disk space for adapters
-    arena_bytes, max_running, max_step_tokens, max_context
+    base_precision, kv_precision, arena_bytes, max_running, max_step_tokens, max_context
                          the engine's; None: see EngineConfig
     max_adapter_bytes    the most of the arena that adapters may take
     min_kv_bytes         what adapters must leave to KV
@@ -113,6 +113,8 @@ class WorkerConfig:
     adapter_dir: Path
     adapter_cache_bytes: int = 8 << 30
     device: str = "cpu"
+    base_precision: str | None = None
+    kv_precision: str | None = None
     arena_bytes: int | None = None
     #: Of the GPU's memory, what the engine leaves to a trainer on the same GPU.
     reserved_share: float = 0.0
@@ -172,6 +174,8 @@ class WorkerConfig:
             adapter_dir=Path(read.text("LORIKEET_ADAPTER_DIR", ".cache/adapters")),
             adapter_cache_bytes=read.number("LORIKEET_ADAPTER_CACHE_BYTES", 8 << 30) or 8 << 30,
             device=read.text("LORIKEET_DEVICE", "cpu"),
+            base_precision=_precision(read, "LORIKEET_BASE_PRECISION"),
+            kv_precision=_precision(read, "LORIKEET_KV_PRECISION"),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
             reserved_share=_reserved_share(read),
             max_running=read.number("LORIKEET_MAX_RUNNING", None),
@@ -215,6 +219,12 @@ def drop_environment() -> None:
     """Remove the variables that children must not inherit; call it after reading the settings."""
     for name in os.environ.keys() - child_environment(os.environ):
         del os.environ[name]
+
+
+def _precision(read: _Reader, name: str) -> str | None:
+    """Return what `EngineConfig` calls it; None: as the model's folder has it."""
+    precision = read.one_of(name, ("auto", "fp8"), "auto")
+    return None if precision == "auto" else precision
 
 
 def _reserved_share(read: _Reader) -> float:

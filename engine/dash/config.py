@@ -52,6 +52,10 @@ class DashConfig:
     device, dtype            "cpu" or "cuda[:n]"; "float32" or "bfloat16". None: those of a loaded
                              model, float32 for one of float16; for a folder a CPU, with
                              float32, or bfloat16 on a GPU
+    base_precision           "fp8": quantise linears that are not as they are loaded; None: the base
+                             is as its folder has it
+    kv_precision             "fp8": keep keys and values in E4M3, in half of the memory; None: in
+                             `dtype`
     max_running              requests that run at a time; the others wait. None: 64 on a CPU, up to
                              512 on a GPU, by its memory
     max_step_tokens          tokens of one step, prompt chunks and new tokens together. More give
@@ -73,6 +77,8 @@ class DashConfig:
     offload_dir: str | Path | None = None
     device: str | None = None
     dtype: str | None = None
+    base_precision: str | None = None
+    kv_precision: str | None = None
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_context: int | None = None
@@ -101,6 +107,9 @@ class DashConfig:
             raise ValueError(f"device is {self.device!r}, not cpu, cuda or cuda:n")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
+        for name in ("base_precision", "kv_precision"):
+            if getattr(self, name) not in (None, "fp8"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not fp8 or None")
 
     def engine_config(
         self, model_dir: Path, device: str | None = None, dtype: str | None = None
@@ -118,6 +127,8 @@ class DashConfig:
             model_dir=model_dir,
             device=device,
             dtype=dtype or self.dtype,
+            base_precision=self.base_precision,
+            kv_precision=self.kv_precision,
             arena_bytes=self._arena_bytes(),
             max_adapter_bytes=_bytes_or_none(self.adapter_vram_pool),
             min_kv_bytes=_bytes_or_none(self.kv_pool) or 0,

@@ -33,6 +33,7 @@ from kernels.attention_prefill import attention_prefill_triton
 from kernels.fp8 import (
     Activation,
     Fp8Matrix,
+    Fp8Rows,
     Scales,
     apply_scales_triton,
     empty_rows,
@@ -290,10 +291,10 @@ class GpuModel:
         if batch.max_new > 1 and batch.blocks is None:
             out = attention_prefill_triton(*args, max_new=batch.max_new, window=window)
             return Activation(out.flatten(1))
+        rows: Fp8Rows | None = None
+        fixed: torch.Tensor | None = None
         if isinstance(reader, Fp8Matrix) and out is None:
             rows, fixed = empty_rows(q.flatten(1)), reader.input_scale
-        else:
-            rows = fixed = None
         out = attention_decode_triton(
             *args, workspace=batch.workspace, window=window, out=out, quantized=rows, fixed=fixed
         )

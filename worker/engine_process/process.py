@@ -98,6 +98,8 @@ def create_engine(config: WorkerConfig) -> EngineLike:
             "that `nvidia-smi` works here, or set cpu (in Compose the profile `cpu`)"
         )
     given: dict[str, Any] = {
+        "base_precision": config.base_precision,
+        "kv_precision": config.kv_precision,
         "arena_bytes": config.arena_bytes,
         "reserved_share": config.reserved_share,
         "max_running": config.max_running,
