@@ -29,11 +29,9 @@ def in_kv_type(q):
 
 @jit()
 def quantize_finished(
-    s,
-    row,
-    out_ptr,
-    numbers_ptr,
-    row_scale_ptr,
+    x_row,
+    numbers_row,
+    scale_ptr,
     fixed_ptr,
     finished_ptr,
     width,
@@ -41,16 +39,16 @@ def quantize_finished(
     HAS_FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count a finished head of sequence s; the last of its K heads quantises row `row` of out."""
+    """Count a finished head of a sequence; the last of its K heads quantises the row."""
     tl.debug_barrier()  # all threads have stored their part before one thread counts it
-    if tl.atomic_add(finished_ptr + s, 1, sem="acq_rel") == K - 1:
+    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == K - 1:
         columns = tl.arange(0, BLOCK)
         mask = columns < width
-        x = tl.load(out_ptr + row * width + columns, mask=mask, other=0.0, cache_modifier=".cg")
+        x = tl.load(x_row + columns, mask=mask, other=0.0, cache_modifier=".cg")
         numbers, scale = scale_and_quantize(x.to(tl.float32), fixed_ptr, HAS_FIXED)
-        tl.store(numbers_ptr + row * width + columns, numbers, mask=mask)
-        tl.store(row_scale_ptr + row, scale)
-        tl.store(finished_ptr + s, 0)  # for the next launch
+        tl.store(numbers_row + columns, numbers, mask=mask)
+        tl.store(scale_ptr, scale)
+        tl.store(finished_ptr, 0)  # for the next launch
 
 
 @jit("layer", "table_stride")
@@ -141,64 +139,39 @@ def _decode_kernel(
         out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
         top = new_top
     num_parts = tl.cdiv(seen, part_width)
-    out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
-    if num_parts == 1:
+    is_last = num_parts == 1
+    if num_parts > 1:
+        unit = s * K + kv_head
+        mine = (unit * PARTS + part) * BLOCK_G
+        tl.store(partial_ptr + (mine + g)[:, None] * BLOCK_D + d[None, :], out)
+        tl.store(stats_ptr + (mine + g) * 2, top)
+        tl.store(stats_ptr + (mine + g) * 2 + 1, total)
+        tl.debug_barrier()  # all threads have stored their part before one thread counts it
+        is_last = tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel") == num_parts - 1
+        if is_last:
+            top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((BLOCK_G,), dtype=tl.float32)
+            out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+            for other in range(0, num_parts):
+                theirs = (unit * PARTS + other) * BLOCK_G + g
+                their_top = tl.load(stats_ptr + theirs * 2, cache_modifier=".cg")
+                their_total = tl.load(stats_ptr + theirs * 2 + 1, cache_modifier=".cg")
+                partial_ptrs = partial_ptr + theirs[:, None] * BLOCK_D + d[None, :]
+                new_top = tl.maximum(top, their_top)
+                weight = tl.exp2(their_top - new_top)
+                shrink = tl.exp2(top - new_top)
+                total = total * shrink + their_total * weight
+                partial = tl.load(partial_ptrs, cache_modifier=".cg")
+                out = out * shrink[:, None] + partial * weight[:, None]
+                top = new_top
+            tl.store(arrived_ptr + unit, 0)  # for the next launch
+    if is_last:
         out = out * value_scale / total[:, None]
+        out_ptrs = out_ptr + heads[:, None] * D + d[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
         if WRITES_FP8:
-            quantize_finished(
-                s,
-                row,
-                out_ptr,
-                numbers_ptr,
-                row_scale_ptr,
-                fixed_ptr,
-                finished_ptr,
-                H * D,
-                K,
-                HAS_FIXED,
-                BLOCK_ROW,
-            )
-        return
-    unit = s * K + kv_head
-    mine = (unit * PARTS + part) * BLOCK_G
-    tl.store(partial_ptr + (mine + g)[:, None] * BLOCK_D + d[None, :], out)
-    tl.store(stats_ptr + (mine + g) * 2, top)
-    tl.store(stats_ptr + (mine + g) * 2 + 1, total)
-    tl.debug_barrier()  # all threads have stored their part before one thread counts it
-    if tl.atomic_add(arrived_ptr + unit, 1, sem="acq_rel") != num_parts - 1:
-        return
-    top = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    out = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-    for other in range(0, num_parts):
-        theirs = (unit * PARTS + other) * BLOCK_G + g
-        their_top = tl.load(stats_ptr + theirs * 2, cache_modifier=".cg")
-        their_total = tl.load(stats_ptr + theirs * 2 + 1, cache_modifier=".cg")
-        partial = partial_ptr + theirs[:, None] * BLOCK_D + d[None, :]
-        new_top = tl.maximum(top, their_top)
-        weight = tl.exp2(their_top - new_top)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + their_total * weight
-        out = out * shrink[:, None] + tl.load(partial, cache_modifier=".cg") * weight[:, None]
-        top = new_top
-    out = out * value_scale / total[:, None]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=head_mask)
-    tl.store(arrived_ptr + unit, 0)  # for the next launch
-    if WRITES_FP8:
-        quantize_finished(
-            s,
-            row,
-            out_ptr,
-            numbers_ptr,
-            row_scale_ptr,
-            fixed_ptr,
-            finished_ptr,
-            H * D,
-            K,
-            HAS_FIXED,
-            BLOCK_ROW,
-        )
+            rows = (out_ptr + row * (H * D), numbers_ptr + row * (H * D), row_scale_ptr + row)
+            quantize_finished(*rows, fixed_ptr, finished_ptr + s, H * D, K, HAS_FIXED, BLOCK_ROW)
 
 
 def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> int:

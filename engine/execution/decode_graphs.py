@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from engine.execution.gpu_decoder import GpuBatch, GpuModel
+from engine.execution.gpu_batch import GpuBatch
+from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import LoraInputs
 from engine.execution.lora_table import LoraScope
 from kernels import LoraBatch

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from engine.adapters.copies import Arrival
-from engine.execution.prompt_scores import Scores
+from engine.execution.gpu_batch import GpuBatch
 from engine.model.config import ModelConfig
 from engine.model.rope import rope_tables
 from engine.model.weights import LayerWeights, Matrix, Weights
-from kernels import LoraExtras, LoraTable, PageLayout, Projection
-from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
+from kernels import LoraExtras, PageLayout, Projection
+from kernels.attention_decode import attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.fp8 import (
     Activation,
@@ -44,7 +43,7 @@ from kernels.gate_up import can_fuse, gate_up_silu_triton
 from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
-from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
+from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK
 from kernels.lora_rows import replace_embedded_triton, replace_logits_triton
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.lora_vocab import lora_embed, lora_head, sampled
@@ -77,61 +76,6 @@ class _Product(NamedTuple):
     base: torch.Tensor
     delta: torch.Tensor | None = None
     scales: Scales | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkBlocks:
-    """The prompts of a step for the prefill kernel, cut into blocks of at most `size` new tokens.
-
-    Each is a sequence: of the rows query_start[b]:query_start[b + 1], with a context that ends with
-    its own last token. A block with context 0 stands for decodes between two prompts.
-    """
-
-    query_start: torch.Tensor  # [N + 1] int32
-    context_lens: torch.Tensor  # [N] int32
-    page_tables: torch.Tensor  # [N, max_pages] int32
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBatch:
-    """One pass's inputs, as in `engine.execution.batch.Batch`, and its work list.
-
-    max_new    the longest chunk; 1: nothing but decodes
-    blocks     given, the prefill kernel computes these and the decode kernel all other rows
-    workspace  of the decode kernel; None: a new one
-    sample_rows  None: every row
-    scores       what the pass is to tell of prompts; never in a graph
-    table, plan  both None for a pass without adapters
-    sample_plan  the work list of the sample rows alone
-    arrivals  copies of adapters that the pass overtakes: each layer waits for its part
-    is_in_line    whether adapters' kernels take turns with the products instead of running beside
-    is_mlp_plain  whether no adapter of the pass changes gate, up or down
-    may_fuse   False: gate and up are written as in short passes, which takes the most memory
-    extras     None when no adapter has more than tiles; in a graph without `segments`
-    kept       [N or more, E] takes what the last matrix reads for each row of the logits
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    query_start: torch.Tensor
-    context_lens: torch.Tensor
-    page_tables: torch.Tensor
-    max_new: int
-    blocks: ChunkBlocks | None = None
-    workspace: DecodeWorkspace | None = None
-    sample_rows: torch.Tensor | None = None
-    table: LoraTable | None = None
-    plan: LoraPlan | None = None
-    sample_plan: LoraPlan | None = None
-    is_in_line: bool = False
-    is_mlp_plain: bool = False
-    may_fuse: bool = True
-    arrivals: tuple[Arrival, ...] = ()
-    extras: LoraExtras | None = None
-    scores: Scores | None = None
-    kept: torch.Tensor | None = None
 
 
 class GpuModel:

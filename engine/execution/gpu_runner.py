@@ -17,7 +17,8 @@ import torch
 from engine.errors import UnsupportedModel
 from engine.execution.batch import Batch
 from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
-from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
+from engine.execution.gpu_batch import ChunkBlocks, GpuBatch
+from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import MAX_BLOCKS, MAX_ENTRIES, LoraInputs
 from engine.execution.lora_table import LoraScope
 from engine.execution.mask_uploads import Masks, MaskUploads

@@ -20,7 +20,8 @@ import torch
 
 from engine.execution.batch import Batch
 from engine.execution.decode_graphs import GRAPH_BYTES, record
-from engine.execution.gpu_decoder import ChunkBlocks, GpuBatch, GpuModel
+from engine.execution.gpu_batch import ChunkBlocks, GpuBatch
+from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import LoraInputs, fill_segments
 from engine.execution.lora_table import LoraScope
 from engine.execution.uploads import upload

@@ -77,12 +77,7 @@ class ModelRunner:
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout = self._layout = config.page_layout(model)
-        in_fp8 = config.base_precision == "fp8"
-        if weights is None:
-            folder, device = config.model_dir, config.device
-            weights = load_weights(folder, model, device, dtype, in_fp8=in_fp8)
-        elif in_fp8:
-            weights = replace(weights, layers=tuple(map(quantized, weights.layers)))
+        weights = _weights(config, model, weights, dtype)
         self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,
@@ -225,6 +220,18 @@ class ModelRunner:
         )
         extras = batch.lora.extras
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
+
+
+def _weights(
+    config: EngineConfig, model: ModelConfig, given: Weights | None, dtype: torch.dtype
+) -> Weights:
+    """Return the given weights, or those of the model folder, in the precision of the config."""
+    in_fp8 = config.base_precision == "fp8"
+    if given is None:
+        return load_weights(config.model_dir, model, config.device, dtype, in_fp8=in_fp8)
+    if in_fp8:
+        return replace(given, layers=tuple(map(quantized, given.layers)))
+    return given
 
 
 def _chosen_on_device(step: Step, tokens: Tokens, masks: Masks | None) -> InFlightStep:

@@ -18,7 +18,7 @@ import torch
 from engine import AdapterOverflow, Engine, FinishReason
 from engine.execution import gpu_runner, mixed_graphs
 from engine.execution.batch import Batch
-from engine.execution.gpu_decoder import ChunkBlocks
+from engine.execution.gpu_batch import ChunkBlocks
 from engine.execution.gpu_runner import GpuRunner, Tokens
 from engine.execution.lora_table import LoraScope
 from engine.execution.mixed_graphs import MAX_PROMPTS, Shape, cut_blocks

@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.adapters.threads import start_thread
 from engine.execution import gpu_decoder
 from engine.execution.decode_graphs import DecodeGraphs, record, uncollected
-from engine.execution.gpu_decoder import GpuBatch, GpuModel
+from engine.execution.gpu_batch import GpuBatch
+from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import LoraInputs
 from engine.execution.lora_table import LoraScope
 from engine.model.config import ModelConfig
