@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.fp8_groups import GROUP, grouped_product_triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -75,17 +76,19 @@ class Activation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A weight [N, K]: row n is numbers[n] * scale[n].
+    """A weight [N, K]: row n is numbers[n] * scale[n], and times groups[n], if there are any.
 
     numbers      [N, K] E4M3, contiguous
     scale        [N] fp32
     input_scale  [1] fp32, by which the checkpoint scales every activation; None: each row of an
                  activation gets a scale of its own
+    groups       [N, G] fp32, a scale for each GROUP columns
     """
 
     numbers: torch.Tensor
     scale: torch.Tensor
     input_scale: torch.Tensor | None = None
+    groups: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -93,16 +96,36 @@ class Fp8Matrix:
 
     def to(self, device: str | torch.device) -> Fp8Matrix:
         """Return the matrix on a device."""
-        inputs = None if self.input_scale is None else self.input_scale.to(device)
-        return Fp8Matrix(self.numbers.to(device), self.scale.to(device), inputs)
+        optional = (
+            None if each is None else each.to(device) for each in (self.input_scale, self.groups)
+        )
+        return Fp8Matrix(self.numbers.to(device), self.scale.to(device), *optional)
 
     def rows(self, low: int, high: int) -> Fp8Matrix:
         """Return the rows from `low` to before `high`; they share this one's memory."""
-        return Fp8Matrix(self.numbers[low:high], self.scale[low:high], self.input_scale)
+        groups = None if self.groups is None else self.groups[low:high]
+        return Fp8Matrix(self.numbers[low:high], self.scale[low:high], self.input_scale, groups)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """-> [N, K], the values that the product multiplies by; rounded once to `dtype`"""
-        return (self.numbers.float() * self.scale[:, None]).to(dtype)
+        wide = self._grouped() * self.scale[:, None]
+        return wide.to(dtype)
+
+    def _grouped(self) -> torch.Tensor:
+        """The numbers, times the scales of their groups."""
+        wide = self.numbers.float()
+        if self.groups is None:
+            return wide
+        return wide * self.groups.repeat_interleave(GROUP, dim=1)[:, : wide.shape[1]]
+
+    def times(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """x [T, K] E4M3 -> the product of the numbers [T, N], which lacks `scale`."""
+        if not use_triton(x):
+            return (x.float() @ self._grouped().T).to(dtype)
+        if self.groups is not None:
+            return grouped_product_triton(x, self.numbers, self.groups, dtype)
+        one = _one(x.device)
+        return torch._scaled_mm(x, self.numbers.t(), one, one, out_dtype=dtype, use_fast_accum=True)
 
 
 def quantize_rows_ref(x: torch.Tensor, fixed: torch.Tensor | None = None) -> Fp8Rows:
@@ -225,11 +248,4 @@ def fp8_product(x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype) -> tuple[torc
 
     dtype  of the product; float16 is too small for it
     """
-    scales = Scales(x.scale, weight.scale)
-    if not use_triton(x.numbers):
-        return (x.numbers.float() @ weight.numbers.float().T).to(dtype), scales
-    one = _one(x.numbers.device)
-    product = torch._scaled_mm(
-        x.numbers, weight.numbers.t(), one, one, out_dtype=dtype, use_fast_accum=True
-    )
-    return product, scales
+    return weight.times(x.numbers, dtype), Scales(x.scale, weight.scale)

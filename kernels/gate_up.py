@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from kernels.backend import TensorDescriptor, jit, tl
-from kernels.fp8 import Fp8Matrix, Fp8Rows
+from kernels.fp8 import Activation, Fp8Matrix, Fp8Rows
 from kernels.lora_plan import TILE_T, LoraPlan
 from kernels.lora_table import LoraTable
 from kernels.silu_mul import silu_mul_ref
@@ -24,11 +24,14 @@ def gate_up_silu_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_mul_ref(functional.linear(x, weight))
 
 
-def can_fuse(x: torch.Tensor) -> bool:
-    """Whether the kernel supports x: up to 2-byte elements, on a GPU of capability 9 (TMA)."""
-    if not x.is_cuda:
+def can_fuse(x: Activation, weight: torch.Tensor | Fp8Matrix) -> bool:
+    """Whether the kernel supports them: up to 2-byte elements, on a GPU of capability 9 (TMA)."""
+    if isinstance(weight, Fp8Matrix) and weight.groups is not None:
+        return False
+    given = x.given if x.fp8 is None else x.fp8.numbers
+    if not given.is_cuda:
         return True  # Triton's interpreter
-    return x.element_size() <= 2 and _capability(x.device)[0] == 9
+    return given.element_size() <= 2 and _capability(given.device)[0] == 9
 
 
 @functools.cache

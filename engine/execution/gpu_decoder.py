@@ -283,12 +283,7 @@ class GpuModel:
         weight = layer.gate_up
         given = x.fp8 if isinstance(weight, Fp8Matrix) else x.given
         assert given is not None
-        if (
-            x.num_rows >= _FUSED
-            and batch.may_fuse
-            and not has_more
-            and can_fuse(x.given if x.fp8 is None else x.fp8.numbers)
-        ):
+        if x.num_rows >= _FUSED and batch.may_fuse and not has_more and can_fuse(x, weight):
             h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
             inner = gate_up_silu_triton(
                 given, weight, h=h, arena=self.arena, table=table, plan=plan, layer=index

@@ -1,8 +1,9 @@
 """How a checkpoint stores quantised linears: what `quantization_config` of its config.json says.
 
-Known are FP8 (E4M3) weights with a scale per tensor or per output channel, and activations that are
-quantised by row, or by a scale in the checkpoint: `quant_method` fp8, and compressed-tensors'
-float-quantized. Anything else is refused by the name of the field, before any tensor is read.
+Known are FP8 (E4M3) weights with a scale per tensor, per output channel or per block of 128 x 128,
+and activations that are quantised by row, or by a scale in the checkpoint: `quant_method` fp8, and
+compressed-tensors' float-quantized. Anything else is refused by the name of the field, before any
+tensor is read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from kernels.fp8_groups import GROUP
 
 _FIELD = "quantization_config"
 
@@ -36,10 +38,12 @@ class Fp8Scheme:
     ignored         patterns of the modules that are stored as they are; "re:" begins a regular
                     expression, anything else is a module's name, its end, or a parent's name
     is_static       whether `input_scale` has the scale of every activation
+    in_blocks       whether scales are those of blocks, under `weight_scale_inv`
     """
 
     ignored: tuple[str, ...]
     is_static: bool
+    in_blocks: bool = False
 
     def ignores(self, module: str) -> bool:
         """Whether the module is stored as it is."""
@@ -72,13 +76,18 @@ def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
 def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
     if fields.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal("fmt", f"is {fields['fmt']!r}, not e4m3")
-    if fields.get("weight_block_size"):
-        raise _refusal("weight_block_size", "is not supported: scales are per tensor or channel")
+    block = fields.get("weight_block_size")
+    if block and block != [GROUP, GROUP]:
+        raise _refusal("weight_block_size", f"is {block!r}; the engine reads {[GROUP, GROUP]}")
     activations = fields.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise _refusal("activation_scheme", f"is {activations!r}, not dynamic or static")
+    if block and activations == "static":
+        raise _refusal("activation_scheme", "is static: with blocks it must be dynamic")
     ignored = [*_names(fields, "ignored_layers"), *_names(fields, "modules_to_not_convert")]
-    return Fp8Scheme(ignored=tuple(ignored), is_static=activations == "static")
+    return Fp8Scheme(
+        ignored=tuple(ignored), is_static=activations == "static", in_blocks=bool(block)
+    )
 
 
 def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme:

@@ -22,6 +22,7 @@ from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.quantization import Fp8Scheme
 from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
+from kernels.fp8_groups import GROUP
 
 #: A layer's linears, as `LayerWeights` names them.
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -169,6 +170,9 @@ class _Checkpoint:
         numbers = self._take(f"{module}.weight", (height, width), (FP8,))
         if bool(numbers.float().isnan().any()):
             raise UnsupportedModel(f"tensor {module}.weight has NaN", param=f"{module}.weight")
+        if self._scheme.in_blocks:
+            groups = self._take_blocks(f"{module}.weight_scale_inv", height, width)
+            return Fp8Matrix(numbers, torch.ones(height), groups=groups).to(self._device)
         scale = self._take_scale(f"{module}.weight_scale", height).expand(height).contiguous()
         static = self._scheme.is_static
         inputs = self._take_scale(f"{module}.input_scale", 1) if static else None
@@ -184,12 +188,23 @@ class _Checkpoint:
                 f"tensor {name} has shape {list(shape)}: neither one scale nor {height}",
                 param=name,
             )
-        scale = self._take(name, shape).float().reshape(-1)
-        if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise UnsupportedModel(
-                f"tensor {name} has a scale that is not a number above zero", param=name
-            )
-        return scale
+        return _checked(name, self._take(name, shape)).reshape(-1)
+
+    def _take_blocks(self, name: str, height: int, width: int) -> torch.Tensor:
+        """Return the scales of blocks as those of each row's groups, [height, G] fp32."""
+        shape = -(-height // GROUP), -(-width // GROUP)
+        blocks = _checked(name, self._take(name, shape))
+        return blocks.repeat_interleave(GROUP, dim=0)[:height].contiguous()
+
+
+def _checked(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in fp32; raise UnsupportedModel unless all are numbers above zero."""
+    scale = scale.float()
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise UnsupportedModel(
+            f"tensor {name} has a scale that is not a number above zero", param=name
+        )
+    return scale
 
 
 def _stacked(parts: list[Fp8Matrix]) -> Fp8Matrix:
@@ -197,10 +212,12 @@ def _stacked(parts: list[Fp8Matrix]) -> Fp8Matrix:
     if len(parts) == 1:
         return parts[0]
     inputs = [part.input_scale for part in parts if part.input_scale is not None]
+    groups = [part.groups for part in parts if part.groups is not None]
     return Fp8Matrix(
         torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(FP8),
         torch.cat([part.scale for part in parts]),
         torch.stack(inputs).amax(dim=0) if inputs else None,
+        torch.cat(groups) if groups else None,
     )
 
 

@@ -23,6 +23,7 @@ from kernels.fp8 import (
     quantize_rows_ref,
     quantize_rows_triton,
 )
+from kernels.fp8_groups import GROUP, grouped_product_triton
 from kernels.gate_up import gate_up_silu_triton
 from kernels.lora_plan import TILE_T, make_plan
 from kernels.lora_shrink import lora_shrink_triton
@@ -242,3 +243,21 @@ def test_gate_up_silu_in_fp8(segments: list[tuple[int, int]], device: str) -> No
     sizes = {"num_programs": 3, "block_n": 32, "block_k": 32, "band": 2}
     out = gate_up_silu_triton(rows, matrix, dtype=dtype, **lora, **sizes)
     assert_near(out, silu_mul_ref(full), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 19, 150])
+def test_a_product_of_groups(num_tokens: int, device: str) -> None:
+    """The last group has fewer columns than the others."""
+    height, width = 80, 2 * GROUP + 48
+    rows = quantize_rows_ref(torch.randn(num_tokens, width, device=device))
+    numbers = quantize_rows_ref(torch.randn(height, width, device=device)).numbers
+    groups = torch.rand(height, 3, device=device) + 0.1
+    matrix = Fp8Matrix(numbers, torch.ones(height, device=device), groups=groups)
+    expected = rows.numbers.float() @ matrix.dense().T
+    out = grouped_product_triton(rows.numbers, numbers, groups, torch.float32)
+    assert_near(out, expected, torch.float16)
+    product, scales = fp8_product(rows, matrix, torch.float32)
+    applied = apply_scales_triton(product, scales)
+    assert_near(applied, rows.dense() @ matrix.dense().T, torch.float16)
+    part = matrix.rows(3, 70).to(device)
+    assert torch.equal(part.dense(), matrix.dense()[3:70])

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kernels.fp8 import FP8, FP8_MAX, Fp8Matrix, quantize_matrix, quantize_rows_ref
+from kernels.fp8_groups import GROUP
 
 LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -47,12 +48,20 @@ FORMATS: dict[str, dict[str, Any]] = {
         "quant_method": "fp8", "activation_scheme": "static",
         "ignored_layers": ["lm_head", "model.layers.1.mlp"],
     },
+    "fp8-blocks": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"],
+    },
     "channel-token": compressed("channel", {"strategy": "token", "dynamic": True}),
     "tensor-static": compressed(
         "tensor", {"strategy": "tensor", "dynamic": False}, ignore=["re:.*layers[.]0[.]self_attn.*"]
     ),
 }  # fmt: skip
-_IGNORED = {"fp8-static": "model.layers.1.mlp", "tensor-static": "model.layers.0.self_attn"}
+_IGNORED = {
+    "fp8-static": "model.layers.1.mlp",
+    "tensor-static": "model.layers.0.self_attn",
+    "fp8-blocks": "model.layers.0.self_attn",
+}
 
 
 def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, Fp8Matrix]:
@@ -65,6 +74,11 @@ def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, Fp8Matrix]
         is_ignored = module.startswith(_IGNORED.get(name, "none"))
         if module.split(".")[-1] not in LAYER_LINEARS or key.endswith("bias") or is_ignored:
             tensors[key] = tensor
+            continue
+        if name == "fp8-blocks":
+            matrices[module], scale = quantize_blocks(tensor)
+            tensors[key] = matrices[module].numbers
+            tensors[f"{module}.weight_scale_inv"] = scale
             continue
         peak = tensor.abs().amax(dim=1) if is_channel else tensor.abs().max().reshape(1)
         scale = (peak / FP8_MAX).to(torch.bfloat16).float()
@@ -84,6 +98,19 @@ def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, Fp8Matrix]
     for file in base.glob("token*"):
         (folder / file.name).write_bytes(file.read_bytes())
     return matrices
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[Fp8Matrix, torch.Tensor]:
+    """Quantise a weight by blocks; -> (the matrix, the scales of its blocks)."""
+    height, width = weight.shape
+    rows, columns = -(-height // GROUP), -(-width // GROUP)
+    padded = torch.zeros(rows * GROUP, columns * GROUP)
+    padded[:height, :width] = weight
+    scale = padded.view(rows, GROUP, columns, GROUP).abs().amax(dim=(1, 3)) / FP8_MAX
+    groups = scale.repeat_interleave(GROUP, dim=0)[:height]
+    dense = groups.repeat_interleave(GROUP, dim=1)[:, :width]
+    numbers = (weight / dense).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return Fp8Matrix(numbers, torch.ones(height), groups=groups), scale
 
 
 def make_fp8(model: Any, matrices: dict[str, Fp8Matrix] | None = None) -> None:

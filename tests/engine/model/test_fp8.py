@@ -127,7 +127,8 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
         ("fp8-dynamic", "quant_method", None),
         ("fp8-dynamic", "quant_method", ["fp8"]),
         ("fp8-dynamic", "fmt", "e5m2"),
-        ("fp8-dynamic", "weight_block_size", [128, 128]),
+        ("fp8-dynamic", "weight_block_size", [64, 128]),
+        ("fp8-blocks", "activation_scheme", "static"),
         ("fp8-dynamic", "activation_scheme", "sometimes"),
         ("fp8-dynamic", "ignored_layers", "lm_head"),
         ("fp8-dynamic", "new_field", True),
@@ -168,6 +169,8 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("problem", "named"),
     [
+        ("blocks cut", "model.layers.1.self_attn.q_proj.weight_scale_inv"),
+        ("block of zero", "model.layers.1.self_attn.q_proj.weight_scale_inv"),
         ("no scale", f"{Q}.weight_scale"),
         ("scales cut", f"{Q}.weight_scale"),
         ("scale of NaN", f"{Q}.weight_scale"),
@@ -184,7 +187,9 @@ def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
     family: Callable[[str], Path], tmp_path: Path, problem: str, named: str
 ) -> None:
     folder = tmp_path / "fp8"
-    save_checkpoint(family("llama"), folder, "channel-token")
+    save_checkpoint(
+        family("llama"), folder, "fp8-blocks" if "block" in problem else "channel-token"
+    )
     tensors = load_file(folder / "model.safetensors")
     scale, weight = f"{Q}.weight_scale", f"{Q}.weight"
     changes: dict[str, Callable[[], object]] = {
@@ -198,6 +203,8 @@ def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
         "weight cut": lambda: tensors.update({weight: tensors[weight][:8].clone()}),
         "input scale unasked": lambda: tensors.update({named: torch.ones(1)}),
         "half ignored": lambda: None,
+        "blocks cut": lambda: tensors.update({named: torch.ones(3, 1)}),
+        "block of zero": lambda: tensors[named].fill_(0),
     }
     changes[problem]()
     save_file(tensors, folder / "model.safetensors")
