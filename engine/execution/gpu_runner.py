@@ -26,11 +26,12 @@ from engine.execution.mixed_graphs import BLOCK, MixedGraphs, cut_blocks
 from engine.execution.prompt_scores import Scores
 from engine.execution.uploads import upload
 from engine.model.config import ModelConfig
-from engine.model.weights import Weights
+from engine.model.weights import LINEARS, LayerWeights, Weights
 from engine.request import MAX_LOGPROBS
 from engine.sampling.sampler import Draw, Drawn, Sampled
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
+from kernels.fp8 import Fp8Matrix
 from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
@@ -122,6 +123,12 @@ class GpuRunner:
     ) -> None:
         if any(width % 8 for widths in model.projection_widths for width in widths):
             raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
+        if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
+            raise UnsupportedModel(
+                "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
+                "LORIKEET_BASE_PRECISION",
+                param="base_precision",
+            )
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )
@@ -361,6 +368,11 @@ class GpuRunner:
             extras=None if lora is None else lora.extras,
             scores=batch.scores,
         )
+
+
+def _fp8_widths(layer: LayerWeights) -> list[int]:
+    matrices = (getattr(layer, name) for name in LINEARS)
+    return [width for each in matrices if isinstance(each, Fp8Matrix) for width in each.shape]
 
 
 def _each_draft_a_row(batch: Batch) -> Batch:

@@ -204,7 +204,7 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({**LLAMA, "model_type": "gemma2"}, "model_type"),
         ({**LLAMA, "model_type": ["llama"]}, "model_type"),
         ({**LLAMA, "sliding_window": 8}, "sliding_window"),
-        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**LLAMA, "rope_interleaved": True}, "rope_interleaved"),
         ({**LLAMA, "head_dim": 15}, "num_key_value_heads"),

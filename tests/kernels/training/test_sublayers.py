@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from kernels.fp8 import quantize_matrix
 from kernels.training import (
     Heads,
     LoraWeight,
@@ -209,3 +210,11 @@ def test_what_is_not_a_number_stays_in_its_run(
         last = int(bad.nonzero().max())
         [site, *_] = batch.sites
         assert first >= int(site.a[0, 1]) and last < int(site.a[0, 2])
+
+
+def test_a_weight_in_fp8_is_what_serving_multiplies_by() -> None:
+    matrix = quantize_matrix(torch.randn(24, 32))
+    bias, x, dy = torch.randn(24), torch.randn(5, 32), torch.randn(5, 24)
+    weight = LoraWeight(matrix, bias, parts(make(next(iter(MIXES.values())), MLP, torch.float32))[0].site)
+    torch.testing.assert_close(weight.times(x), x @ matrix.dense().T + bias)
+    torch.testing.assert_close(weight.back(dy), dy @ matrix.dense())
