@@ -23,6 +23,10 @@ class ConfigError(Exception):
     """An environment variable is missing or has a wrong value; the message names it."""
 
 
+#: Settings of a precision. auto: as the model's folder has it.
+PRECISIONS = ("auto", "fp8")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
     """What a serving worker lends to trainers: docs/training.md.
@@ -174,8 +178,8 @@ class WorkerConfig:
             adapter_dir=Path(read.text("LORIKEET_ADAPTER_DIR", ".cache/adapters")),
             adapter_cache_bytes=read.number("LORIKEET_ADAPTER_CACHE_BYTES", 8 << 30) or 8 << 30,
             device=read.text("LORIKEET_DEVICE", "cpu"),
-            base_precision=_precision(read, "LORIKEET_BASE_PRECISION"),
-            kv_precision=_precision(read, "LORIKEET_KV_PRECISION"),
+            base_precision=_precision(read.one_of("LORIKEET_BASE_PRECISION", PRECISIONS, "auto")),
+            kv_precision=_precision(read.one_of("LORIKEET_KV_PRECISION", PRECISIONS, "auto")),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
             reserved_share=_reserved_share(read),
             max_running=read.number("LORIKEET_MAX_RUNNING", None),
@@ -221,10 +225,9 @@ def drop_environment() -> None:
         del os.environ[name]
 
 
-def _precision(read: _Reader, name: str) -> str | None:
+def _precision(text: str) -> str | None:
     """Return what `EngineConfig` calls it; None: as the model's folder has it."""
-    precision = read.one_of(name, ("auto", "fp8"), "auto")
-    return None if precision == "auto" else precision
+    return None if text == "auto" else text
 
 
 def _reserved_share(read: _Reader) -> float:
