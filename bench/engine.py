@@ -2,6 +2,7 @@
 
     python -m bench.engine --batch 64 --adapters 64 --rank 16        # one case
     python -m bench.engine --suite targets --out targets.json       # the whole table
+    python -m bench.engine --suite precision --out precision.json   # in bf16, in FP8, with FP8 KV
     ... --profile                                                    # kernels of a step, by time
     ... --compare peft                                               # and PEFT's mixed batch
 
@@ -23,6 +24,7 @@ the products at the measured rate if that is longer.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -138,7 +140,7 @@ class Bench:
         gc.freeze()
         self._digests: dict[int, list[str]] = {}
         self._num_requests = 0
-        self.temperature = 0.0
+        self.temperature, self.precision = 0.0, "bf16"
 
     def adapters(self, ranks: Sequence[int], count: int) -> list[str]:
         """Return the digests of `count` distinct adapters, made and registered as needed."""
@@ -326,8 +328,16 @@ class Bench:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+#: What the precision suite measures: name -> settings of the engine.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"base_precision": "fp8"},
+    "fp8, fp8 kv": {"base_precision": "fp8", "kv_precision": "fp8"},
+}
+
+
 def precision_suite() -> Iterator[Case]:
-    """Yield the cases that are measured with the base in bf16 and in FP8."""
+    """Yield the cases that are measured in each of PRECISIONS."""
     yield Case(kind="prefill", batch=16, adapters=0)
     yield Case(kind="prefill", batch=16, adapters=16)
     for batch, adapters in ((1, 0), (64, 0), (256, 0), (64, 1), (64, 64), (256, 64)):
@@ -401,7 +411,8 @@ def run_cases(
             base.setdefault((case.kind, case.batch), row[field])
         if (case.kind, case.batch) in base and "base_ratio" not in row:
             row["base_ratio"] = round(row[field] / base[case.kind, case.batch], 3)
-        if case.kind == "decode" and "copy_tb_s" in host:
+        row["precision"] = bench.precision
+        if case.kind == "decode" and "copy_tb_s" in host and bench.precision == "bf16":
             row["floor_ms"] = bench.floor_ms(case, host)
             row["floor_ratio"] = round(row["ms_step"] / row["floor_ms"], 3)
         row |= {name: host[name] for name in HOST_KEYS if name in host}
@@ -434,10 +445,16 @@ def compare(
 
 
 def write_report(
-    path: Path, host: dict[str, Any], start_s: float, results: list[dict[str, Any]]
+    path: Path | None,
+    host: dict[str, Any],
+    start_s: float,
+    before: list[dict[str, Any]],
+    results: list[dict[str, Any]],
 ) -> None:
-    """Write the results so far."""
-    report = {"host": host, "start_s": round(start_s, 1), "results": results}
+    """Write the results so far, those before included; do nothing without a path."""
+    if path is None:
+        return
+    report = {"host": host, "start_s": round(start_s, 1), "results": [*before, *results]}
     report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
     write_whole(path, report)
 
@@ -446,7 +463,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--suite", choices=["targets", "precision"])
-    parser.add_argument("--precision", choices=["fp8"], help="of the base; default: bf16")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
     parser.add_argument("--batch", type=int, default=64)
@@ -483,32 +500,32 @@ def main() -> None:
     cases = list(suites[arguments.suite]()) if arguments.suite else [*bases, case]
     host = provenance(arguments.device)
     print(json.dumps(host), flush=True)
-    bench = Bench(
-        arguments.shape,
-        arguments.device,
-        arena_bytes=int(arguments.arena_gb * 1e9) or None,
-        max_running=max(each.batch for each in cases),
-        max_context=max(2048, *(each.prompt + NEW_TOKENS for each in cases)),
-        base_precision=arguments.precision,
-    )
-    bench.temperature = arguments.temperature
-    print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
-
-    def save(results: list[dict[str, Any]]) -> None:
-        if arguments.out:
-            write_report(arguments.out, host, bench.start_s, results)
-
-    results = run_cases(bench, cases, host, arguments.rounds, save)
-    if arguments.compare:
-        compare(bench, cases, host, results, arguments.compare_steps)
-    if arguments.suite == "targets":
-        print(markdown(host, results))
-    if arguments.profile:
-        for each in cases:
-            bench.profile(each)
-    bench.close()
-    save(results)
-    sys.exit(sum("system" not in row for row in results) != len(cases))
+    names = PRECISIONS if arguments.suite == "precision" else [arguments.precision]
+    done: list[dict[str, Any]] = []
+    for name in names:
+        bench = Bench(
+            arguments.shape,
+            arguments.device,
+            arena_bytes=int(arguments.arena_gb * 1e9) or None,
+            max_running=max(each.batch for each in cases),
+            max_context=max(2048, *(each.prompt + NEW_TOKENS for each in cases)),
+            **PRECISIONS[name],
+        )
+        bench.temperature, bench.precision = arguments.temperature, name
+        print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
+        save = functools.partial(write_report, arguments.out, host, bench.start_s, done)
+        results = run_cases(bench, cases, host, arguments.rounds, save)
+        if arguments.compare:
+            compare(bench, cases, host, results, arguments.compare_steps)
+        if arguments.suite == "targets":
+            print(markdown(host, results))
+        if arguments.profile:
+            for each in cases:
+                bench.profile(each)
+        bench.close()
+        save(results)
+        done += results
+    sys.exit(sum("system" not in row for row in done) != len(cases) * len(names))
 
 
 if __name__ == "__main__":
