@@ -8,6 +8,7 @@ band by band, so that a band's x stays in the L2 cache while the weights are rea
 from __future__ import annotations
 
 import functools
+from typing import TypeGuard
 
 import torch
 from torch.nn import functional
@@ -24,10 +25,11 @@ def gate_up_silu_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_mul_ref(functional.linear(x, weight))
 
 
-def can_fuse(x: Activation, weight: torch.Tensor | Fp8Matrix) -> bool:
+def can_fuse(weight: object, x: Activation) -> TypeGuard[torch.Tensor | Fp8Matrix]:
     """Whether the kernel supports them: up to 2-byte elements, on a GPU of capability 9 (TMA)."""
-    if isinstance(weight, Fp8Matrix) and weight.groups is not None:
-        return False
+    if not isinstance(weight, torch.Tensor):
+        if not isinstance(weight, Fp8Matrix) or weight.groups is not None:
+            return False
     given = x.given if x.fp8 is None else x.fp8.numbers
     if not given.is_cuda:
         return True  # Triton's interpreter

@@ -9,7 +9,6 @@ import torch
 from engine.adapters.plan import EMBEDDING, HEAD, Site
 from engine.model.config import ModelConfig
 from engine.model.weights import Matrix, Weights
-from kernels.fp8 import Fp8Matrix
 
 
 class FusedWeights(Protocol):
@@ -75,9 +74,9 @@ class BaseWeights:
             return self.vocabulary(site)
         name, low, high = self._places[site.projection]
         matrix = self._source.fused(site.layer, name)
-        if isinstance(matrix, Fp8Matrix):
-            return matrix.rows(low, high).dense()
-        return matrix[low:high]
+        if isinstance(matrix, torch.Tensor):
+            return matrix[low:high]
+        return matrix.rows(low, high).dense()
 
     def bias(self, site: Site) -> torch.Tensor | None:
         """Return b [out] of y = W x + b, fp32 in host memory; None: there is none."""

@@ -40,6 +40,7 @@ from kernels.fp8 import (
     quantize_rows_triton,
 )
 from kernels.gate_up import can_fuse, gate_up_silu_triton
+from kernels.int4 import Int4Matrix, int4_linear
 from kernels.linear import linear
 from kernels.lora_adjust import lora_adjust_triton
 from kernels.lora_expand import lora_expand_triton
@@ -280,11 +281,10 @@ class GpuModel:
         """What the down projection reads, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         has_more = batch.extras is not None or layer.gate_up_bias is not None
-        weight = layer.gate_up
-        given = x.fp8 if isinstance(weight, Fp8Matrix) else x.given
-        assert given is not None
-        if x.num_rows >= _FUSED and batch.may_fuse and not has_more and can_fuse(x, weight):
+        weight, may_fuse = layer.gate_up, batch.may_fuse and not has_more
+        if x.num_rows >= _FUSED and may_fuse and can_fuse(weight, x):
             h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
+            given = x.fp8 or x.given
             inner = gate_up_silu_triton(
                 given, weight, h=h, arena=self.arena, table=table, plan=plan, layer=index
             )
@@ -376,6 +376,8 @@ class GpuModel:
             if bias is None and batch.extras is None:
                 return product, scales
             return apply_scales_triton(product, scales, bias), None
+        if isinstance(weight, Int4Matrix):
+            return int4_linear(x.given, weight, bias), None
         if onto is not None:
             return onto.addmm_(x.given, weight.t()), None
         if bias is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UnsupportedModel
-from engine.model.quantization import Fp8Scheme, read_scheme
+from engine.model.quantization import Fp8Scheme, Int4Scheme, read_scheme
 from engine.model.rope import RopeScaling, read_rope
 
 # Fields that say nothing about the arithmetic of inference.
@@ -77,7 +77,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    scheme: Fp8Scheme | None = None
+    scheme: Fp8Scheme | Int4Scheme | None = None
 
     @property
     def q_size(self) -> int:

@@ -1,9 +1,9 @@
 """How a checkpoint stores quantised linears: what `quantization_config` of its config.json says.
 
 Known are FP8 (E4M3) weights with a scale per tensor, per output channel or per block of 128 x 128,
-and activations that are quantised by row, or by a scale in the checkpoint: `quant_method` fp8, and
-compressed-tensors' float-quantized. Anything else is refused by the name of the field, before any
-tensor is read.
+whose activations are quantised by row, or by a scale in the checkpoint; and weights in 4 bits by
+groups of columns, whose activations are not. Anything else is refused by the name of the field,
+before any tensor is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import UnsupportedModel
 from kernels.fp8_groups import GROUP
@@ -24,30 +24,66 @@ _NEUTRAL = {
     "compressed-tensors": {
         "format", "global_compression_ratio", "quantization_status", "version", "observer",
     },
+    "gptq": {
+        "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
+        "dataset", "exllama_config", "max_input_length", "meta", "model_file_base_name",
+        "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "pack_dtype",
+        "pad_token_id", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
+        "use_exllama",
+    },
+    "awq": {
+        "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "zero_point",
+    },
 }  # fmt: skip
 _READ = {
     "fp8": {"activation_scheme", "ignored_layers", "modules_to_not_convert", "weight_block_size"},
     "compressed-tensors": {"config_groups", "ignore"},
+    "gptq": {"bits", "checkpoint_format", "desc_act", "group_size"},
+    "awq": {"bits", "group_size", "modules_to_not_convert", "version"},
 }
+_GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Scheme:
-    """Linears stored as E4M3 numbers [out, in] under `weight`, with a scale under `weight_scale`.
+class Scheme:
+    """What all schemes say.
 
-    ignored         patterns of the modules that are stored as they are; "re:" begins a regular
-                    expression, anything else is a module's name, its end, or a parent's name
-    is_static       whether `input_scale` has the scale of every activation
-    in_blocks       whether scales are those of blocks, under `weight_scale_inv`
+    ignored  patterns of the modules that are stored as they are; "re:" begins a regular expression,
+             anything else is a module's name, its end, or a parent's name
     """
 
-    ignored: tuple[str, ...]
-    is_static: bool
-    in_blocks: bool = False
+    ignored: tuple[str, ...] = ()
 
     def ignores(self, module: str) -> bool:
         """Whether the module is stored as it is."""
         return any(_matches(pattern, module) for pattern in self.ignored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Scheme(Scheme):
+    """Linears stored as E4M3 numbers [out, in] under `weight`, with a scale under `weight_scale`.
+
+    is_static  whether `input_scale` has the scale of every activation
+    in_blocks  whether scales are those of blocks, under `weight_scale_inv`
+    """
+
+    is_static: bool
+    in_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Scheme(Scheme):
+    """Linears stored in 4 bits, in one of three layouts (`engine.model.int4_tensors`).
+
+    group      columns that share a scale; None: all of a row
+    has_zeros  whether zeros are stored; else they are 8
+    less_one   whether stored zeros are one too small
+    """
+
+    layout: Literal["gptq", "awq", "packed"]
+    group: int | None
+    has_zeros: bool = True
+    less_one: bool = False
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -56,7 +92,7 @@ def _matches(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
 
 
-def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
+def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | Int4Scheme | None:
     """Read a config.json; None: its weights are not quantised. Raises UnsupportedModel."""
     fields = config.get(_FIELD)
     if not fields:
@@ -70,7 +106,11 @@ def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
     for name, value in fields.items():
         if value and name not in _READ[method] | _NEUTRAL[method] | {"quant_method"}:
             raise _refusal(name, "is not supported")
-    return _read_fp8(fields) if method == "fp8" else _read_compressed(fields)
+    if method == "fp8":
+        return _read_fp8(fields)
+    if method == "compressed-tensors":
+        return _read_compressed(fields)
+    return _read_gptq(fields) if method == "gptq" else _read_awq(fields)
 
 
 def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
@@ -90,9 +130,45 @@ def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
     )
 
 
-def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme:
-    if fields.get("format") != "float-quantized":
-        raise _refusal("format", f"is {fields.get('format')!r}; the engine reads float-quantized")
+def _read_gptq(fields: Mapping[str, Any]) -> Int4Scheme:
+    _check_bits(fields)
+    if fields.get("desc_act"):
+        raise _refusal("desc_act", "is true: columns have to be in order, with desc_act false")
+    version = fields.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise _refusal("checkpoint_format", f"is {version!r}, not gptq or gptq_v2")
+    return Int4Scheme(layout="gptq", group=_group(fields), less_one=version == "gptq")
+
+
+def _read_awq(fields: Mapping[str, Any]) -> Int4Scheme:
+    _check_bits(fields)
+    version = fields.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _refusal("version", f"is {version!r}, not gemm")
+    ignored = _names(fields, "modules_to_not_convert")
+    return Int4Scheme(layout="awq", group=_group(fields), ignored=tuple(ignored))
+
+
+def _check_bits(fields: Mapping[str, Any]) -> None:
+    if fields.get("bits") != 4:
+        raise _refusal("bits", f"is {fields.get('bits')!r}, not 4")
+
+
+def _group(fields: Mapping[str, Any], where: str = "") -> int | None:
+    """Return the columns of a group; None: a row has one."""
+    group = fields.get("group_size")
+    if group in (-1, None):
+        return None
+    if type(group) is not int or group not in _GROUPS:
+        known = ", ".join(map(str, _GROUPS))
+        raise _refusal(f"{where}group_size", f"is {group!r}, not {known} or -1")
+    return group
+
+
+def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme | Int4Scheme:
+    form = fields.get("format")
+    if form not in ("float-quantized", "pack-quantized"):
+        raise _refusal("format", f"is {form!r}; the engine reads float-quantized, pack-quantized")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal("config_groups", "must have one group")
@@ -103,8 +179,10 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme:
     if group.get("targets") != ["Linear"]:
         raise _refusal(f"{where}.targets", f"is {group.get('targets')!r}, not ['Linear']")
     for field in ("output_activations", "format"):
-        if group.get(field) not in (None, "float-quantized"):
+        if group.get(field) not in (None, form):
             raise _refusal(f"{where}.{field}", "is not supported")
+    if form == "pack-quantized":
+        return _read_packed(fields, group, where)
     _check_numbers(group.get("weights"), f"{where}.weights", ("tensor", "channel"))
     activations = group.get("input_activations")
     _check_numbers(activations, f"{where}.input_activations", ("tensor", "token"))
@@ -117,15 +195,42 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme(ignored=tuple(_names(fields, "ignore")), is_static=not is_dynamic)
 
 
+def _read_packed(fields: Mapping[str, Any], group: Mapping[str, Any], where: str) -> Int4Scheme:
+    if group.get("input_activations"):
+        raise _refusal(f"{where}.input_activations", "is not supported with weights in 4 bits")
+    weights = group.get("weights")
+    where = f"{where}.weights"
+    if not isinstance(weights, dict):
+        raise _refusal(where, "is missing")
+    strategy = weights.get("strategy")
+    expected = {"num_bits": (4,), "type": ("int",), "strategy": ("group", "channel")}
+    _check_values(weights, where, expected)
+    for field in ("actorder", "block_structure", "dynamic"):
+        if weights.get(field):
+            raise _refusal(f"{where}.{field}", "is not supported")
+    size = _group(weights, f"{where}.")
+    if (size is None) != (strategy == "channel"):
+        raise _refusal(f"{where}.group_size", f"is {size!r} with the strategy {strategy}")
+    ignored = tuple(_names(fields, "ignore"))
+    symmetric = weights.get("symmetric", True)
+    return Int4Scheme(layout="packed", group=size, has_zeros=not symmetric, ignored=ignored)
+
+
+def _check_values(
+    numbers: Mapping[str, Any], where: str, expected: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for field, values in expected.items():
+        if numbers.get(field) not in values:
+            known = " or ".join(map(str, values))
+            raise _refusal(f"{where}.{field}", f"is {numbers.get(field)!r}, not {known}")
+
+
 def _check_numbers(numbers: Any, where: str, strategies: tuple[str, ...]) -> None:
     """Raise unless `numbers` describes E4M3 with one of the strategies."""
     if not isinstance(numbers, dict):
         raise _refusal(where, "is missing")
     expected = {"num_bits": (8,), "type": ("float",), "strategy": strategies}
-    for field, values in expected.items():
-        if numbers.get(field) not in values:
-            known = " or ".join(map(str, values))
-            raise _refusal(f"{where}.{field}", f"is {numbers.get(field)!r}, not {known}")
+    _check_values(numbers, where, expected)
     for field in ("actorder", "block_structure", "group_size", "zp_dtype"):
         if numbers.get(field):
             raise _refusal(f"{where}.{field}", "is not supported")

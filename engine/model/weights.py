@@ -4,7 +4,7 @@ q, k and v become one matrix, gate and up another: one product instead of three 
 memory-mapped. The decoder must know every tensor in them, and none may be missing. The config says
 which optional biases and norms the model has.
 
-Linears of the layers may be in FP8: as the checkpoint has them, or quantised as they are read. The
+Linears of the layers may be quantised: as the checkpoint has them, or to FP8 as they are read. The
 embedding, the last matrix, biases and norms never are.
 """
 
@@ -20,21 +20,23 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.quantization import Fp8Scheme
+from engine.model.int4_tensors import read_int4
+from engine.model.quantization import Fp8Scheme, Int4Scheme
 from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
 from kernels.fp8_groups import GROUP
+from kernels.int4 import Int4Matrix
 
 #: A layer's linears, as `LayerWeights` names them.
 LINEARS = ("qkv", "o", "gate_up", "down")
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A weight [out, in].
-Matrix = torch.Tensor | Fp8Matrix
+Matrix = torch.Tensor | Fp8Matrix | Int4Matrix
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     """Return the values [out, in] that a product multiplies by: the weight itself, or a copy."""
-    return matrix.dense(dtype) if isinstance(matrix, Fp8Matrix) else matrix
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.dense(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,11 @@ class _Checkpoint:
     """The tensors of a model folder."""
 
     def __init__(
-        self, folder: Path, scheme: Fp8Scheme | None, device: str, dtype: torch.dtype
+        self,
+        folder: Path,
+        scheme: Fp8Scheme | Int4Scheme | None,
+        device: str,
+        dtype: torch.dtype,
     ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
         index_file = folder / "model.safetensors.index.json"
@@ -120,11 +126,8 @@ class _Checkpoint:
         if self._scheme is not None:
             are_plain = {self._scheme.ignores(module) for module in modules}
             if are_plain == {False}:
-                parts = [
-                    self._take_fp8(module, height, width)
-                    for module, height in zip(modules, heights, strict=True)
-                ]
-                return _stacked(parts)
+                sizes = zip(modules, heights, strict=True)
+                return _stacked([self._take_quantized(*each, width) for each in sizes])
             if len(are_plain) == 2:
                 raise UnsupportedModel(
                     f"config.json: quantization_config ignores a part of {', '.join(modules)}, "
@@ -142,6 +145,10 @@ class _Checkpoint:
         self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
 
     def check_all_taken(self) -> None:
+        if isinstance(self._scheme, Int4Scheme):  # some tools write a bias of zeros for each linear
+            for name in [n for n in self._places if n.endswith("_proj.bias")]:
+                if not self._places[name].get_tensor(name).any():
+                    del self._places[name]
         if self._places:
             name = min(self._places)
             raise UnsupportedModel(f"the decoder has no use for tensor {name}", param=name)
@@ -164,8 +171,11 @@ class _Checkpoint:
             )
         return tensor
 
-    def _take_fp8(self, module: str, height: int, width: int) -> Fp8Matrix:
+    def _take_quantized(self, module: str, height: int, width: int) -> Fp8Matrix | Int4Matrix:
         """Return a quantised linear's weight [height, width]."""
+        if isinstance(self._scheme, Int4Scheme):
+            matrix = read_int4(self._scheme, module, height, width, self._take, self.has)
+            return matrix.to(self._device)
         assert self._scheme is not None
         numbers = self._take(f"{module}.weight", (height, width), (FP8,))
         if bool(numbers.float().isnan().any()):
@@ -176,8 +186,7 @@ class _Checkpoint:
         scale = self._take_scale(f"{module}.weight_scale", height).expand(height).contiguous()
         static = self._scheme.is_static
         inputs = self._take_scale(f"{module}.input_scale", 1) if static else None
-        matrix = Fp8Matrix(numbers, scale, inputs)
-        return matrix.to(self._device)
+        return Fp8Matrix(numbers, scale, inputs).to(self._device)
 
     def _take_scale(self, name: str, height: int) -> torch.Tensor:
         """Return scales [height] or [1] fp32; those of channels may be stored as a column."""
@@ -207,10 +216,15 @@ def _checked(name: str, scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def _stacked(parts: list[Fp8Matrix]) -> Fp8Matrix:
-    """Stack matrices that multiply one activation; its scale, if fixed, is their largest."""
+def _stacked(parts: list[Any]) -> Fp8Matrix | Int4Matrix:
+    """Stack matrices of a kind that multiply one activation; its fixed scale is the largest."""
     if len(parts) == 1:
-        return parts[0]
+        only: Fp8Matrix | Int4Matrix = parts[0]
+        return only
+    if isinstance(parts[0], Int4Matrix):
+        return Int4Matrix(
+            *(torch.cat([getattr(part, n) for part in parts]) for n in ("packed", "scale", "zero"))
+        )
     inputs = [part.input_scale for part in parts if part.input_scale is not None]
     groups = [part.groups for part in parts if part.groups is not None]
     return Fp8Matrix(

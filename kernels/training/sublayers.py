@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from kernels.fp8 import Fp8Matrix
+from kernels.int4 import Int4Matrix
 from kernels.training.attention import Attended, Options, Three
 from kernels.training.lora import (
     lora_backward_a,
@@ -33,10 +34,10 @@ from kernels.training.segments import Rows, Segments
 class LoraWeight:
     """A frozen weight [out, in], its bias [out], and the runs' adapters of it.
 
-    A weight in FP8 is made dense for each product: gradients are those of the values served.
+    A quantised weight is made dense for each product: gradients are those of the values served.
     """
 
-    matrix: torch.Tensor | Fp8Matrix
+    matrix: torch.Tensor | Fp8Matrix | Int4Matrix
     bias: torch.Tensor | None
     site: LoraSite
 
@@ -49,7 +50,8 @@ class LoraWeight:
         return dy @ self._dense(dy.dtype)
 
     def _dense(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.matrix.dense(dtype) if isinstance(self.matrix, Fp8Matrix) else self.matrix
+        matrix = self.matrix
+        return matrix if isinstance(matrix, torch.Tensor) else matrix.dense(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

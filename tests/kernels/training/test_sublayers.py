@@ -215,6 +215,8 @@ def test_what_is_not_a_number_stays_in_its_run(
 def test_a_weight_in_fp8_is_what_serving_multiplies_by() -> None:
     matrix = quantize_matrix(torch.randn(24, 32))
     bias, x, dy = torch.randn(24), torch.randn(5, 32), torch.randn(5, 24)
-    weight = LoraWeight(matrix, bias, parts(make(next(iter(MIXES.values())), MLP, torch.float32))[0].site)
+    weight = LoraWeight(
+        matrix, bias, parts(make(next(iter(MIXES.values())), MLP, torch.float32))[0].site
+    )
     torch.testing.assert_close(weight.times(x), x @ matrix.dense().T + bias)
     torch.testing.assert_close(weight.back(dy), dy @ matrix.dense())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.model import int4_bases
 from tests.engine.model.families import FAMILIES, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import FamilyOracle, check, make_engine
@@ -57,3 +58,12 @@ def test_keys_and_values_in_fp8(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
     play(oracle, kv_precision="fp8", page_size=64)
+
+
+@pytest.mark.parametrize("name", int4_bases.FORMATS if DEVICE == "cuda" else ["awq"])
+def test_a_checkpoint_in_4_bits(tmp_path: Path, name: str) -> None:
+    base = save_family(tmp_path / "base", "llama", **WIDE)
+    weights = int4_bases.save_checkpoint(base, tmp_path / "int4", name)
+    change = functools.partial(int4_bases.put_weights, dense=weights)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change)
+    play(oracle, model_dir=tmp_path / "int4")

@@ -1,0 +1,234 @@
+"""Weights in 4 bits: whole numbers 0 to 15, with a scale and a zero for each group of columns.
+
+A weight is (number - zero) * scale; activations stay as they are (W4A16). A product of few rows is
+bound by the bytes of the weight, so its kernel unpacks them as it multiplies. For many rows the
+weight is unpacked once, and the library multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+
+#: Numbers in one int32: the first is in the lowest bits.
+PACKED = 8
+
+# Rows of x up to which the weight is unpacked inside the product.
+_FEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """A weight [N, K].
+
+    packed  [N, K / 8] int32: numbers of a row, eight in each
+    scale   [N, G], for K / G columns each; in the type of the activations
+    zero    [N, G] uint8
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.packed.shape[0], self.packed.shape[1] * PACKED))
+
+    @property
+    def group(self) -> int:
+        """How many columns share a scale."""
+        return self.shape[1] // self.scale.shape[1]
+
+    def to(self, device: str | torch.device) -> Int4Matrix:
+        """Return the matrix on a device."""
+        return Int4Matrix(*(each.to(device) for each in (self.packed, self.scale, self.zero)))
+
+    def rows(self, low: int, high: int) -> Int4Matrix:
+        """Return the rows from `low` to before `high`; they share this one's memory."""
+        return Int4Matrix(self.packed[low:high], self.scale[low:high], self.zero[low:high])
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """-> [N, K], computed in fp32 and rounded once to `dtype`"""
+        if use_triton(self.packed):
+            return int4_dense_triton(self, dtype)
+        return int4_dense_ref(self).to(dtype)
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers 0 to 15 [N, K], K a multiple of 8 -> [N, K / 8] int32."""
+    parts = numbers.to(torch.int64).view(len(numbers), -1, PACKED)
+    shifts = torch.arange(0, 4 * PACKED, 4, device=numbers.device)
+    whole = (parts << shifts).sum(dim=-1)
+    signed: torch.Tensor = whole - ((whole >> 31) << 32)
+    return signed.to(torch.int32)
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """[N, K / 8] int32 -> numbers 0 to 15 [N, K] uint8."""
+    shifts = torch.arange(0, 4 * PACKED, 4, device=packed.device)
+    return ((packed[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def int4_dense_ref(weight: Int4Matrix) -> torch.Tensor:
+    """-> [N, K] fp32"""
+    height, groups = weight.scale.shape
+    numbers = unpack_int4(weight.packed).view(height, groups, weight.group).float()
+    wide: torch.Tensor = numbers - weight.zero[..., None].float()
+    return (wide * weight.scale[..., None].float()).flatten(1)
+
+
+@jit()
+def _load_weight(
+    packed_ptr,
+    scale_ptr,
+    zero_ptr,
+    n,
+    k,
+    inside,
+    rest,
+    num_packed,
+    num_groups,
+    group,
+):
+    """Load [BLOCK_N, BLOCK_K] of the weight in fp32: rows n, columns k."""
+    mask = inside[:, None] & rest[None, :]
+    packed_ptrs = packed_ptr + n.to(tl.int64)[:, None] * num_packed + (k // 8)[None, :]
+    packed = tl.load(packed_ptrs, mask=mask, other=0)
+    numbers = (packed >> (k % 8 * 4)[None, :]) & 15
+    place = n[:, None] * num_groups + (k // group)[None, :]
+    scale = tl.load(scale_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + place, mask=mask, other=0).to(tl.float32)
+    return (numbers.to(tl.float32) - zero) * scale
+
+
+@jit()
+def _dense_kernel(
+    packed_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    height,
+    width,
+    num_packed,
+    num_groups,
+    group,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside, rest = n < height, k < width
+    weight = _load_weight(
+        packed_ptr, scale_ptr, zero_ptr, n, k, inside, rest, num_packed, num_groups, group
+    )
+    out_ptrs = out_ptr + n.to(tl.int64)[:, None] * width + k[None, :]
+    mask = inside[:, None] & rest[None, :]
+    tl.store(out_ptrs, weight.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def int4_dense_triton(weight: Int4Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """-> [N, K]"""
+    height, width = weight.shape
+    out = torch.empty(height, width, dtype=dtype, device=weight.packed.device)
+    block_n, block_k = 16, min(256, next_power_of_2(width))
+    _dense_kernel[(ceil_div(height, block_n), ceil_div(width, block_k))](
+        packed_ptr=weight.packed,
+        scale_ptr=weight.scale,
+        zero_ptr=weight.zero,
+        out_ptr=out,
+        height=height,
+        width=width,
+        num_packed=weight.packed.shape[1],
+        num_groups=weight.scale.shape[1],
+        group=weight.group,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=4,
+    )
+    return out
+
+
+@jit("num_tokens")
+def _few_rows_kernel(
+    x_ptr,
+    packed_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    num_tokens,
+    height,
+    width,
+    num_packed,
+    num_groups,
+    group,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside, live = n < height, t < num_tokens
+    x_rows = x_ptr + t.to(tl.int64)[:, None] * width
+    product = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        rest = k < width
+        weight = _load_weight(
+            packed_ptr, scale_ptr, zero_ptr, n, k, inside, rest, num_packed, num_groups, group
+        )
+        x = tl.load(x_rows + k[None, :], mask=live[:, None] & rest[None, :], other=0.0)
+        product = tl.dot(weight.to(x.dtype), tl.trans(x), product, input_precision="ieee")
+    tl.store(
+        out_ptr + t.to(tl.int64)[None, :] * height + n[:, None],
+        product.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & live[None, :],
+    )
+
+
+def int4_few_rows_triton(
+    x: torch.Tensor,
+    weight: Int4Matrix,
+    *,
+    block_n: int = 64,
+    block_k: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """x [T, K] contiguous -> x W^T [T, N]; each weight is rounded to x's type."""
+    num_tokens, (height, width) = x.shape[0], weight.shape
+    out = torch.empty(num_tokens, height, dtype=x.dtype, device=x.device)
+    block_t = min(64, max(16, next_power_of_2(num_tokens)))
+    _few_rows_kernel[(ceil_div(height, block_n), ceil_div(num_tokens, block_t))](
+        x_ptr=x,
+        packed_ptr=weight.packed,
+        scale_ptr=weight.scale,
+        zero_ptr=weight.zero,
+        out_ptr=out,
+        num_tokens=num_tokens,
+        height=height,
+        width=width,
+        num_packed=weight.packed.shape[1],
+        num_groups=weight.scale.shape[1],
+        group=weight.group,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=num_stages,
+        num_warps=num_warps,
+    )
+    return out
+
+
+def int4_linear(
+    x: torch.Tensor, weight: Int4Matrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, K] -> x W^T + b [T, N]"""
+    if use_triton(x) and x.shape[0] <= _FEW_ROWS:
+        out = int4_few_rows_triton(x, weight)
+        return out if bias is None else out.add_(bias)
+    return functional.linear(x, weight.dense(x.dtype), bias)

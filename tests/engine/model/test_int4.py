@@ -1,0 +1,132 @@
+"""Bases in 4 bits: GPTQ, AWQ and compressed-tensors, with adapters, are what Hugging Face's are."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import UnsupportedModel
+from engine.model.config import ModelConfig
+from engine.model.weights import dense, load_weights
+from kernels.int4 import Int4Matrix
+from tests.engine.model.families import save_family
+from tests.engine.model.int4_bases import FORMATS, put_weights, save_checkpoint
+from tests.engine.model.test_families import FamilyOracle, check, make_engine
+from tests.engine.model.test_fp8 import edit, refused, save_adapters
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_of_each_format(
+    family: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    base = family("qwen3" if name == "awq" else "llama")
+    adapters = save_adapters(base, tmp_path / "adapters")
+    change = functools.partial(put_weights, dense=save_checkpoint(base, tmp_path / "int4", name))
+    oracle = FamilyOracle(base, adapters, change)
+    engine = make_engine(oracle, model_dir=tmp_path / "int4")
+    check(engine, oracle)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_checkpoints(
+    family: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    expected = save_checkpoint(family("llama"), tmp_path / "int4", name)
+    config = ModelConfig.from_folder(tmp_path / "int4")
+    weights = load_weights(tmp_path / "int4", config, "cpu", torch.float32)
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        qkv = [expected[f"{prefix}.self_attn.{n}_proj"] for n in "qkv"]
+        assert isinstance(layer.qkv, Int4Matrix)
+        assert torch.equal(layer.qkv.dense(), torch.cat(qkv))
+        down = expected.get(f"{prefix}.mlp.down_proj")
+        assert isinstance(layer.down, torch.Tensor) == (down is None)
+        if down is not None:
+            assert torch.equal(dense(layer.down, torch.float32), down)
+
+
+GROUP = "config_groups.group_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("gptq", "bits", 8),
+        ("gptq", "desc_act", True),
+        ("gptq", "group_size", 0),
+        ("gptq", "group_size", 48),
+        ("gptq", "group_size", "32"),
+        ("gptq", "checkpoint_format", "marlin"),
+        ("gptq", "lm_head", True),
+        ("gptq", "dynamic", {"-:.*": {}}),
+        ("awq", "version", "gemv"),
+        ("awq", "bits", None),
+        ("packed", f"{GROUP}.weights.num_bits", 8),
+        ("packed", f"{GROUP}.weights.type", "float"),
+        ("packed", f"{GROUP}.weights.strategy", "tensor"),
+        ("packed", f"{GROUP}.weights.actorder", "group"),
+        ("packed", f"{GROUP}.weights.group_size", None),
+        ("packed", f"{GROUP}.input_activations", {"num_bits": 8}),
+    ],
+)
+def test_a_config_is_refused_by_the_name_of_its_field(
+    family: Callable[[str], Path], tmp_path: Path, name: str, path: str, value: Any
+) -> None:
+    fields = json.loads((family("llama") / "config.json").read_text())
+    fields["quantization_config"] = json.loads(json.dumps(FORMATS[name][0]))
+    edit(fields["quantization_config"], path, value)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModel) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert caught.value.param == f"quantization_config.{path}"
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change"),
+    [
+        ("gptq", f"{Q}.qweight", lambda t: t[:3].clone()),
+        ("gptq", f"{Q}.qweight", lambda t: t.float()),
+        ("gptq", f"{Q}.scales", lambda t: t.fill_(float("nan"))),
+        ("gptq", f"{Q}.g_idx", lambda t: t.flip(0).clone()),
+        ("gptq", f"{Q}.qzeros", lambda t: None),
+        ("gptq", f"{Q}.bias", lambda t: t + 1),
+        ("awq", f"{Q}.qweight", lambda t: t.T.contiguous()),
+        ("awq", f"{Q}.scales", lambda t: t.fill_(float("inf"))),
+        ("packed", f"{Q}.weight_shape", lambda t: t + 1),
+        ("packed", f"{Q}.weight_packed", lambda t: None),
+        ("packed", f"{Q}.weight_scale", lambda t: t[:, :1].clone()),
+        ("packed-zeros", f"{Q}.weight_zero_point", lambda t: t[:1].clone()),
+    ],
+)
+def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
+    family: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    tensor: str,
+    change: Callable[..., Any],
+) -> None:
+    folder = tmp_path / "int4"
+    save_checkpoint(family("llama"), folder, name)
+    tensors = load_file(folder / "model.safetensors")
+    changed = change(tensors.pop(tensor))
+    if changed is not None:
+        tensors[tensor] = changed
+    save_file(tensors, folder / "model.safetensors")
+    error = refused(folder)
+    assert error.param == tensor and tensor in str(error)
