@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from bench.device import provenance, write_whole
-from bench.workload import SHAPES, random_weights, save_random_adapter
+from bench.workload import SHAPES, in_4_bits, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.model.config import ModelConfig
 
@@ -107,6 +107,7 @@ class Bench:
         max_running: int,
         in_fp32: bool = False,
         max_context: int = 2048,
+        is_int4: bool = False,
         **config: Any,
     ) -> None:
         self._is_cpu = device == "cpu"
@@ -116,6 +117,7 @@ class Bench:
         self.model = ModelConfig.from_fields(SHAPES[shape], None)
         self._device, self._shape = device, shape
         started = time.perf_counter()
+        weights = random_weights(self.model, device, self._dtype)
         self.engine = Engine(
             EngineConfig(
                 prefix_cache=False,  # so that every request is computed
@@ -130,8 +132,9 @@ class Bench:
                 host_cache_bytes=1 << 32,  # so that several of rank 128 are read at a time
                 **config,
             ),
-            weights=random_weights(self.model, device, self._dtype),
+            weights=in_4_bits(weights) if is_int4 else weights,
         )
+        del weights
         self._synchronize()
         self.start_s = time.perf_counter() - started
         # As in a worker, keep the garbage collector from visiting long-lived objects: a full
@@ -333,6 +336,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"base_precision": "fp8"},
     "fp8, fp8 kv": {"base_precision": "fp8", "kv_precision": "fp8"},
+    "int4": {"is_int4": True},
 }
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from engine.adapters.plan import PROJECTION_NAMES
 from engine.model.config import ModelConfig
-from engine.model.weights import LayerWeights, Weights
+from engine.model.weights import LINEARS, LayerWeights, Weights
+from kernels.int4 import Int4Matrix
 
 # config.json of models with random weights.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -80,6 +81,24 @@ def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weigh
         norm=ones,
         lm_head=matrix(model.vocab_size, hidden),
     )
+
+
+def in_4_bits(weights: Weights, group: int = 128) -> Weights:
+    """Return weights of the same shapes whose layers' linears are random numbers of 4 bits."""
+
+    def matrix(dense: torch.Tensor) -> Int4Matrix:
+        height, width = dense.shape
+        low, high = -(1 << 31), (1 << 31) - 1
+        packed = torch.randint(low, high, (height, width // 8), device=dense.device)
+        scale = dense.new_full((height, width // group), width**-0.5 / 4.6)
+        zero = torch.full(scale.shape, 8, dtype=torch.uint8, device=dense.device)
+        return Int4Matrix(packed.to(torch.int32), scale, zero)
+
+    layers = [
+        replace(layer, **{name: matrix(getattr(layer, name)) for name in LINEARS})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers))
 
 
 def save_random_adapter(
