@@ -25,7 +25,10 @@ MAX_PROBLEMS = 20
 #: How many of them a refusal names.
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
-_FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
+_FORM = (
+    ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}. '
+    "`lorikeet datasets convert FILE NEW_FILE` makes it of a JSON array and other formats."
+)
 _OTHER_FORMAT = "is a row of another format"
 _CONVERT = (
     " `lorikeet datasets convert FILE NEW_FILE` converts the file, as the console's upload does."

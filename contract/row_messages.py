@@ -20,6 +20,7 @@ from typing import Any
 from contract.row_formats.keys import (
     BOOLEAN_SWITCHES,
     NEUTRAL,
+    NO_ROW,
     NUMBER_SWITCHES,
     SWITCHES,
     part_refusal,
@@ -82,7 +83,7 @@ def read_row(row: Any) -> Row:
     if isinstance(row, dict) and "messages" not in row and ("prompt" in row or "completion" in row):
         return _completion(row)
     if not isinstance(row, dict) or "messages" not in row:
-        raise WrongRow("", "has neither `messages` nor a `prompt` and its `completion`")
+        raise WrongRow("", NO_ROW)
     given = row["messages"]
     if not isinstance(given, list) or not given:
         raise WrongRow("messages", "must be a list of messages")

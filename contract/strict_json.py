@@ -5,8 +5,11 @@ It imports nothing of ours: the command line has this file, too (a link in `cli/
 
 from __future__ import annotations
 
+import collections
 import json
 import math
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 #: Of values that a chat template writes: it calls itself for each level.
@@ -14,6 +17,7 @@ MAX_DEPTH = 64
 
 
 _MAX_SHOWN = 120
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def read_object(text: bytes) -> dict[str, Any]:
@@ -29,10 +33,37 @@ def read_object(text: bytes) -> dict[str, Any]:
 
 def read_value(text: str) -> Any:
     """Parse any value. Raises ValueError that says what is wrong with the text."""
+    return _parsed(_DECODER.decode, text)
+
+
+def read_array(text: str) -> Iterator[Any]:
+    """Yield the items of an array one by one. Raises ValueError when it reaches what is wrong."""
+    at = _after_blanks(text, 0)
+    if text[at : at + 1] != "[":
+        raise ValueError("is not a JSON array")
+    is_first = True
+    while True:
+        at = _after_blanks(text, at + 1)
+        if is_first and text[at : at + 1] == "]":
+            break
+        is_first = False
+        item, at = _parsed(_DECODER.raw_decode, text, at)
+        yield item
+        at = _after_blanks(text, at)
+        if text[at : at + 1] != ",":
+            break
+    if text[at : at + 1] != "]" or text[at + 1 :].strip():
+        raise ValueError("is not JSON: an array is not ended, or goes on")
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    return found.end() if found else at
+
+
+def _parsed(parse: Callable[..., Any], *given: Any) -> Any:
     try:
-        return json.loads(
-            text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
-        )
+        return parse(*given)
     except _NotStrict as error:
         raise ValueError(*error.args) from error
     except RecursionError as error:
@@ -63,8 +94,8 @@ class _NotStrict(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = next(name for name, times in counts.items() if times > 1)
         raise _NotStrict(f"has the key {_shown(twice)} twice in one object")
     return fields
 
@@ -82,3 +113,8 @@ def _no_constant(name: str) -> None:
 
 def _shown(text: str) -> str:
     return text[:_MAX_SHOWN].encode("unicode_escape").decode("ascii")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
+)

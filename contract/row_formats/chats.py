@@ -214,8 +214,9 @@ def _link_results(messages: list[dict[str, Any]]) -> None:
 
 
 def _is_answered(call: dict[str, Any], message: dict[str, Any]) -> bool:
+    name = call["function"]["name"]
     is_its_id = message.get("tool_call_id", call["id"]) == call["id"]
-    return is_its_id and message.get("name", call["function"]["name"]) == call["function"]["name"]
+    return bool(is_its_id and message.get("name", name) == name)
 
 
 def text_of(value: Any, where: str) -> str:

@@ -7,8 +7,8 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..strict_json import read_value
-from .formats import converted
+from ..strict_json import read_array, read_value
+from .formats import converted, is_turn
 from .keys import NotConverted, json_text
 
 #: How many problems a conversion finds before it ends.
@@ -37,54 +37,72 @@ class Conversion:
 
     def lines(self, lines: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the lines of the converted file; rows of ours as they are."""
-        rest = iter(lines)
-        is_first = True
-        for number, line in enumerate(rest, start=1):
-            if not line.strip():
-                continue
-            if is_first and _begins_array(line):
-                line = b"\n".join([line, *rest])  # an array may be written over many lines
-            is_first = False
-            try:
-                yield from self._converted(line)
-            except (ValueError, RecursionError) as error:
-                told = "is nested too deeply" if isinstance(error, RecursionError) else error
-                self.problems.append(f"line {number} {told}")
-            except NotConverted as error:
-                field, problem = error.args
-                place = f"line {number}: {field} " if field else f"line {number} "
-                self.problems.append(place + problem)
+        for where, row, line in _rows(lines):
+            if isinstance(row, ValueError):
+                self.problems.append(f"{where} {row}")
+            else:
+                yield from self._made(where, row, line)
             if len(self.problems) == MAX_PROBLEMS:
                 return
 
-    def _converted(self, line: bytes) -> Iterator[bytes]:
-        name, rows = converted(_read(line))
-        if name is None:
-            made = [line.rstrip(b"\r\n")]
-        else:
-            made = [_written(row) for row in rows]
+    def _made(self, where: str, row: Any, line: bytes | None) -> list[bytes]:
+        """Return the lines of a row: its own, unless that is None or of another format."""
+        try:
+            name, rows = converted(row)
+            if name is None and line is None:
+                name = "a JSON array"
+            made = [_written(each) for each in rows] if name or line is None else [line]
+        except NotConverted as error:
+            field, problem = error.args
+            self.problems.append(f"{where}: {field} {problem}" if field else f"{where} {problem}")
+            return []
+        except RecursionError:
+            self.problems.append(f"{where} is nested too deeply")
+            return []
+        if name:
             self.formats[name] += 1
         self.num_rows += len(made)
-        for row in made:
-            yield row + b"\n"
+        return [each + b"\n" for each in made]
 
 
-def _begins_array(line: bytes) -> bool:
-    """Whether a line begins an array that it does not end."""
-    text = line.removeprefix(codecs.BOM_UTF8).strip()
-    return text.startswith(b"[") and not text.endswith(b"]")
+def _rows(lines: Iterable[bytes]) -> Iterator[tuple[str, Any, bytes | None]]:
+    """Yield each row or what is wrong with it, after its place, with the line that is only it."""
+    rest, is_first = iter(lines), True
+    for number, line in enumerate(rest, start=1):
+        if not line.strip():
+            continue
+        where, begins = f"line {number}", line.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        try:
+            if begins != b"[":
+                yield where, read_value(_text(line)), line.rstrip(b"\r\n")
+            elif is_first and not line.rstrip().endswith(b"]"):  # it goes on to the file's end
+                yield from _of_array(where, _text(b"\n".join([line, *rest])))
+            else:
+                yield from _of_array(where, _text(line))
+        except ValueError as error:
+            yield where, error, None
+        is_first = False
 
 
-def _read(line: bytes) -> Any:
+def _of_array(where: str, text: str) -> Iterator[tuple[str, Any, None]]:
+    """Yield an array's rows; the array itself if it is a list of messages."""
+    items = read_array(text)
+    for number, item in enumerate(items, start=1):
+        if number == 1 and is_turn(item):
+            yield where, [item, *items], None
+        else:
+            yield f"{where}, row {number}", item, None
+
+
+def _text(line: bytes) -> str:
     try:
-        text = line.removeprefix(codecs.BOM_UTF8).decode()
+        return line.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError:
-        raise ValueError("is not JSON, which is text in UTF-8") from None
-    return read_value(text)
+        raise ValueError("is not JSON: it is not text in UTF-8") from None
 
 
 def _written(row: Any) -> bytes:
     try:
         return json_text(row).encode()
     except UnicodeEncodeError:
-        raise ValueError("has half of a surrogate pair, which is no character") from None
+        raise NotConverted("", "has half of a surrogate pair, which is no character") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .chats import has_own_form, messages_of, text_of, tools_of
-from .keys import PREFERENCE, Fields, NotConverted, is_preference, says_nothing, shown
+from .keys import NO_ROW, PREFERENCE, Fields, NotConverted, is_preference, says_nothing, shown
 
 Row = dict[str, Any]
 _QUESTIONS = ("query", "question", "prompt", "input", "text_input")
@@ -64,21 +64,25 @@ def converted(row: Any) -> tuple[str | None, list[Any]]:
     Raises NotConverted.
     """
     if isinstance(row, list):
-        if any(isinstance(each, dict) and {"role", "from"} & each.keys() for each in row):
+        if row and is_turn(row[0]):
             return "a list of messages", [{"messages": messages_of(row, "messages")}]
-        return "a JSON array", [made for each in row for made in _of_array(each)]
-    if isinstance(row, dict):
-        for name, value in row.items():
-            if not says_nothing(value) and is_preference(name, value):
-                raise NotConverted(shown(name), PREFERENCE)
+        return "a JSON array", [made for each in row for made in converted(each)[1]]
+    if not isinstance(row, dict):
+        raise NotConverted("", NO_ROW)
+    for name, value in row.items():
+        if not says_nothing(value) and is_preference(name, value):
+            raise NotConverted(shown(name), PREFERENCE)
     found = format_of(row)
-    return (None, [row]) if found is None else (found.name, [found.convert(Fields(row))])
+    if found is not None:
+        return found.name, [found.convert(Fields(row))]
+    if not {"messages", "prompt", "completion"} & row.keys():
+        raise NotConverted("", NO_ROW)
+    return None, [row]
 
 
-def _of_array(row: Any) -> list[Any]:
-    if not isinstance(row, dict | list):
-        raise NotConverted("", "is an array of other things than rows")
-    return converted(row)[1]
+def is_turn(value: Any) -> bool:
+    """Whether a value is a message, and not a row."""
+    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
 
 
 def _dialect(row: Row) -> str | None:

@@ -36,6 +36,10 @@ UNKNOWN = (
     "is not a key that is known here, and may change what is learned: if it does not, move it into "
     "`metadata`"
 )
+NO_ROW = (
+    "has neither `messages` nor a `prompt` and its `completion`, and is of no other format that is "
+    "known here"
+)
 _PREFERENCE_KEYS = frozenset(
     (
         *("preferred_output", "non_preferred_output", "preference", "margin", "kto_tag"),

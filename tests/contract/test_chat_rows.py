@@ -44,7 +44,7 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (["messages"], "line 2 is an array of other things than rows"),
+        (["messages"], "line 2 has neither `messages` nor a `prompt`"),
         ("messages", "line 2 has neither `messages` nor a `prompt`"),
         ({"body": {"messages": [USER, ASSISTANT]}}, "line 2 has neither `messages` nor a `prompt`"),
         ({"messages": {}}, "line 2: messages must be a list"),
