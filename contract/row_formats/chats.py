@@ -137,7 +137,7 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
             raise NotConverted(f"{place}.type", "must be function")
         function = outer.take("function")
         inner = outer if function is None else Fields(function, f"{place}.function")
-        made = outer.take_all("id") | _call(inner)
+        made = _call(inner, call_id=outer.take("id"))
         outer.rest()
         found.append(made)
     if (before := fields.take("function_call")) is not None:
@@ -154,9 +154,12 @@ def _calls_of_text(where: str, text: Any) -> list[dict[str, Any]]:
     return [_call(Fields(each, where)) for each in (told if isinstance(told, list) else [told])]
 
 
-def _call(fields: Fields) -> dict[str, Any]:
+def _call(fields: Fields, *, call_id: Any = None) -> dict[str, Any]:
     """Take a call, which has no id if none is given."""
-    call_id = fields.take("id", "toolUseId")
+    if call_id is None:
+        call_id = fields.take("id", "toolUseId")
+    if not isinstance(call_id, str | None):
+        raise NotConverted(fields.place("id"), "must be a string")
     name = fields.take_text("name")
     arguments = fields.take("arguments", "input", "args", "parameters")
     fields.rest()

@@ -44,7 +44,7 @@ def format_of(row: Any) -> Format | None:
         return Format(dialect, functools.partial(_turns, "messages")) if dialect else None
     if any(isinstance(row.get(name), list) for name in ("prompt", "completion")):
         return Format("TRL", _prompt_and_completion)
-    if {"prompt", "completion"} & keys:
+    if "completion" in keys:
         return None
     if "instruction" in keys:
         return Format("Alpaca", _alpaca)
