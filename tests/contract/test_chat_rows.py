@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,12 @@ def test_neutral_keys_and_those_that_say_nothing_change_nothing() -> None:
     messages = [each | neutral for each in (SYSTEM, USER, ASSISTANT | filled | {"name": "bob"})]
     row = {"messages": messages, "prompt": "u", "channel": "chat", "weight": 1.0}
     assert read_row(row | neutral | nothing) == read_row(GOOD)
+
+
+def test_the_documentation_lists_the_neutral_keys() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    listed = text.partition("Neutral keys: ")[2].partition("Move others")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == NEUTRAL
 
 
 def test_a_system_beside_the_messages_is_the_first_of_them() -> None:
