@@ -177,9 +177,11 @@ def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], b
     is_learned = _is_learned(field, role, message)
     refused = message.get("refusal") if role == "assistant" else None
     content = _content(
-        f"{field}.content", message.get("content"), is_needed=not called and not refused
+        f"{field}.content", message.get("content"), is_needed=not called and not refused, role=role
     )
-    if not content and refused:
+    if refused:
+        if content:
+            raise WrongRow(f"{field}.refusal", "is beside a content: write one of them")
         content = _content(f"{field}.refusal", refused, is_needed=True)
     if role == "assistant" and not called and not content.strip():
         raise WrongRow(f"{field}.content", f"must not be empty: {_LEARNED}")
@@ -221,8 +223,11 @@ def _is_learned(field: str, role: str, message: dict[str, Any]) -> bool:
     return role == "assistant" and all(said.values())
 
 
-def _content(field: str, content: Any, *, is_needed: bool) -> str:
-    """Return the text of a content: a string, or parts of text, which are joined by lines."""
+def _content(field: str, content: Any, *, is_needed: bool, role: str = "system") -> str:
+    """Return the text of a content: a string, or parts of text, which are joined by lines.
+
+    The assistant's may be refusals, which are what it says, too.
+    """
     if isinstance(content, str):
         return content
     if content is None and not is_needed:
@@ -234,12 +239,13 @@ def _content(field: str, content: Any, *, is_needed: bool) -> str:
         place = f"{field}[{index}]"
         if not isinstance(part, dict):
             raise WrongRow(place, "must be a part of text")
-        if part.get("type") != "text":
+        kind = part.get("type")
+        if kind != "text" and (kind != "refusal" or role != "assistant"):
             raise WrongRow(place, part_refusal(part))
-        if not isinstance(part.get("text"), str):
-            raise WrongRow(f"{place}.text", "must be a string")
-        _check_keys(place, part, ("type", "text"))
-        texts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise WrongRow(f"{place}.{kind}", "must be a string")
+        _check_keys(place, part, ("type", kind))
+        texts.append(part[kind])
     return "\n".join(texts)
 
 

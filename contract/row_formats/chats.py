@@ -73,8 +73,9 @@ def _messages(where: str, turn: Any) -> tuple[str, list[dict[str, Any]]]:
     role = ROLES.get(given.strip().lower())
     if role is None:
         raise NotConverted(f"{where}.role", "is not known here")
-    is_gemini = isinstance(turn.get("parts"), list)
+    is_gemini = isinstance(turn.get("parts"), list | dict)
     content = fields.take("content", "value", "parts")
+    content = [content] if is_gemini and isinstance(content, dict) else content
     calls = _calls(fields)
     kept = fields.take_all(*SWITCHES, "name", "refusal", "tool_call_id") | fields.rest()
     if role == "call":
@@ -229,6 +230,7 @@ def text_of(value: Any, where: str) -> str:
         fields.take("role")
         value = fields.take("parts", "content")
         fields.rest()
+        value = [value] if isinstance(value, dict) else value
     if isinstance(value, list):
         blocks = _blocks(where, value)
         if blocks.calls or blocks.results:

@@ -109,17 +109,20 @@ def _dialect(row: Row) -> str | None:
 
 def _turns(name: str, fields: Fields) -> Row:
     turns = fields.take(name)
-    if isinstance(turns, list) and all(_is_exchange(turn) for turn in turns):  # ms-swift's of once
-        turns = [
-            {"role": role, "content": turn[role]}
-            for turn in turns
-            for role in ("human", "assistant")
-        ]
+    if isinstance(turns, list):
+        turns = [each for turn in turns for each in _messages_of_exchange(turn)]
     return _chat(fields, messages_of(turns, name))
 
 
-def _is_exchange(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.keys() == {"human", "assistant"}
+def _messages_of_exchange(turn: Any) -> list[Any]:
+    """Return the two messages of a turn that is a question and its answer; else the turn."""
+    for asked, answer in (("human", "assistant"), ("input", "output")):
+        if isinstance(turn, dict) and turn.keys() == {asked, answer}:
+            return [
+                {"role": "user", "content": turn[asked]},
+                {"role": "assistant", "content": turn[answer]},
+            ]
+    return [turn]
 
 
 def _chat(fields: Fields, messages: list[dict[str, Any]]) -> Row:

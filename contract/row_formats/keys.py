@@ -53,7 +53,9 @@ _MEDIA_KEYS = frozenset(
     )
 )
 _THOUGHT_KEYS = frozenset(("reasoning_content", "reasoning", "thinking", "thinking_blocks"))
-_THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text", "think")
+_THOUGHT_PARTS = (
+    *("thinking", "redacted_thinking", "think", "reasoning", "reasoning_text", "reasoningContent"),
+)
 
 
 def says_nothing(value: Any) -> bool:
@@ -79,8 +81,8 @@ def refusal(name: str, value: Any) -> str:
 
 def part_refusal(part: Any) -> str:
     """Return why a part of a content is refused that is not of text."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return refusal("thinking" if kind in _THOUGHT_PARTS else "image", part)
+    kinds = [*part, part.get("type")] if isinstance(part, dict) else []
+    return _THOUGHTS if any(kind in _THOUGHT_PARTS for kind in kinds) else _NO_TEXT
 
 
 def shown(name: str) -> str:

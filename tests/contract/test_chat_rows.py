@@ -114,9 +114,10 @@ def test_rows_as_openai_has_them_are_good() -> None:
             "parallel_tool_calls": False,
         },
         {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
+        {"messages": [USER, ASSISTANT | {"content": [{"type": "refusal", "refusal": "no"}]}]},
         {"prompt": "u", "completion": " a"},
     ]
-    assert (lint(jsonl(*rows)).num_rows, lint(jsonl(*rows)).problems) == (4, [])
+    assert (lint(jsonl(*rows)).num_rows, lint(jsonl(*rows)).problems) == (5, [])
 
 
 PREFERENCE = "is a key of preference tuning (DPO, KTO), which is not available yet"
@@ -171,6 +172,7 @@ def test_a_key_beside_the_messages_is_obeyed_or_refused_by_name(
         ({"audio": {"id": "x"}}, "audio is not text"),
         ({"tool_call_id": "c"}, f"tool_call_id {UNKNOWN}"),
         ({"name": 3}, "name must be a string"),
+        ({"refusal": "no"}, "refusal is beside a content: write one of them"),
         ({"loss": 0}, "loss must be true or false"),
         ({"train": "false"}, "train must be true or false"),
         ({"loss_weight": 0.5}, "loss_weight must be 0 or 1"),

@@ -83,6 +83,7 @@ FORMATS: list[tuple[str, Any, dict[str, Any]]] = [
         {"system": "s", "conversation": [{"human": "u", "assistant": "a"}]},
         chat(S, U, A),
     ),
+    ("ShareGPT", {"source": "x", "conversation": [{"input": "u", "output": "a"}]}, chat(U, A)),
     ("ShareGPT", chat(human(), gpt()), chat(U, A)),
     ("Alpaca", {"instruction": "u", "input": "", "output": "a"}, chat(U, A)),
     (
@@ -116,6 +117,14 @@ FORMATS: list[tuple[str, Any, dict[str, Any]]] = [
         "Vertex AI",
         {"contents": [gemini("user", {"text": "u"}), gemini("model", {"text": "a"})]},
         chat(U, A),
+    ),
+    (
+        "Vertex AI",
+        {
+            "system_instruction": {"parts": {"text": "s"}},
+            "contents": [{"role": "user", "parts": {"text": "u"}}, gemini("model", {"text": "a"})],
+        },
+        chat(S, U, A),
     ),
     (
         "Anthropic",
@@ -292,6 +301,10 @@ LOSSES: list[tuple[Any, str]] = [
             tools=TOOLS,
         ),
         "messages[2].content[0].is_error is not a key of ours",
+    ),
+    (
+        chat(U, {"role": "assistant", "content": [{"reasoningContent": {}}, {"text": "a"}]}),
+        "messages[1].content[0] would not be learned",
     ),
     ({"prompt": [U]}, "completion is missing: it is what is learned"),
     ({"prompt": [U], "completion": "a"}, "completion must be a list of messages"),
