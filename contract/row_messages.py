@@ -19,6 +19,8 @@ from typing import Any
 
 from contract.row_formats.keys import (
     BOOLEAN_SWITCHES,
+    MAX_ITEMS,
+    MAX_MESSAGES,
     NEUTRAL,
     NO_ROW,
     NUMBER_SWITCHES,
@@ -32,9 +34,6 @@ from contract.strict_json import MAX_DEPTH, is_too_deep, read_value
 from contract.tool_calls import read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 2048
-#: Lists of one message, and functions of one row, have at most so many items.
-MAX_ITEMS = 128
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _LEARNED = "it is what is learned"

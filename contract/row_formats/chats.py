@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..strict_json import read_value
-from .keys import NEUTRAL, SWITCHES, Fields, NotConverted, json_text, part_refusal, says_nothing
+from .keys import (
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    NEUTRAL,
+    SWITCHES,
+    Fields,
+    NotConverted,
+    json_text,
+    part_refusal,
+    says_nothing,
+)
 
 #: What other formats call the roles, in lower case; "call" is a turn that is the text of calls.
 ROLES = {
@@ -62,6 +72,11 @@ def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
             last["tool_calls"] = [*last.get("tool_calls", ()), *messages[0]["tool_calls"]]
         else:
             found += messages
+        num_calls = len(found[-1].get("tool_calls", ())) if found else 0
+        if len(found) > MAX_MESSAGES or num_calls > MAX_ITEMS:
+            raise NotConverted(
+                place, f"is past {MAX_MESSAGES} messages, or {MAX_ITEMS} calls of one"
+            )
     _link_results(found)
     return found
 

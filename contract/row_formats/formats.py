@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ Row = dict[str, Any]
 _QUESTIONS = ("query", "question", "prompt", "input", "text_input")
 _ANSWERS = ("response", "answer", "output")
 _SYSTEMS = ("system", "system_prompt", "systemInstruction", "system_instruction")
-_CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\s*", re.DOTALL)
+_BEGIN, _END = "<|im_start|>", "<|im_end|>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def format_of(row: Any) -> Format | None:
     if keys & {*_QUESTIONS} and keys & {*_ANSWERS}:
         return Format("questions and answers", _pair)
     if "text" in keys:
-        is_chatml = isinstance(row["text"], str) and "<|im_start|>" in row["text"]
+        is_chatml = isinstance(row["text"], str) and _BEGIN in row["text"]
         return Format("ChatML" if is_chatml else "plain text", _text)
     if keys & {"input_ids", "segments"}:
         return Format("token ids or segments of text", _tokens)
@@ -201,13 +200,20 @@ def _exchange(fields: Fields, question: str, answer: str) -> Row:
 
 def _text(fields: Fields) -> Row:
     text = fields.take_text("text")
-    turns = [{"role": role, "content": said} for role, said in _CHATML.findall(text)]
-    if not turns or _CHATML.sub("", text).strip():
+    before, *turns = text.split(_BEGIN)
+    messages = []
+    for turn in turns:
+        role, _, said = turn.partition("\n")
+        content, end, rest = said.partition(_END)
+        if not end or rest.strip():
+            break
+        messages.append({"role": role, "content": content})
+    if not turns or before.strip() or len(messages) < len(turns):
         raise NotConverted(
             "text",
             "does not say what is learned of it: write a prompt and a completion, or messages",
         )
-    return _chat(fields, messages_of(turns, "text"))
+    return _chat(fields, messages_of(messages, "text"))
 
 
 def _tokens(fields: Fields) -> Row:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+#: Of a row.
+MAX_MESSAGES = 2048
+#: Lists of one message, and functions of one row, have at most so many items.
+MAX_ITEMS = 128
 #: Keys that change nothing, in a row, a message, a part of a content, a tool or a call.
 NEUTRAL = frozenset(
     (

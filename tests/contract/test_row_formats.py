@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -420,3 +421,26 @@ def test_a_spoiled_row_is_read_converted_or_refused(row: Any) -> None:
             where[name] = spoil
             lint(json.dumps(spoiled).encode())
             converted(spoiled)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "<|im_start|>user\n" * 60_000},
+        {"conversations": [{"from": "function_call", "value": '{"name": "f"}'}] * 20_000},
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"toolUse": {"name": "f"}}] * 20_000},
+                *[{"role": "tool", "content": ""}] * 12_000,
+            ]
+        },
+        {"messages": [{"role": "user", "content": [{"toolResult": {"x": 1}}] * 20_000}] * 2},
+        {"conversations": [human()] * 20_000},
+        {"messages": [U, A], "tools": "[" * 300_000},
+    ],
+)
+def test_a_long_row_takes_little_time(row: Any) -> None:
+    begun = time.process_time()
+    line = json.dumps(row).encode()
+    assert lint(line).problems and converted(row)[1].problems
+    assert time.process_time() - begun < 1

@@ -14,7 +14,7 @@ import pytest
 from django.conf import settings
 
 from contract import chat_rows, chat_rows_process
-from contract.row_messages import MAX_MESSAGES
+from contract.row_formats.keys import MAX_MESSAGES
 from controlplane.errors import InvalidRequest, RateLimited
 from controlplane.files import services as files
 from controlplane.files.models import Purpose
