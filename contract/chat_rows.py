@@ -13,7 +13,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from contract.row_formats.formats import converted, format_of
+from contract.row_formats.keys import NotConverted
 from contract.row_messages import Row, WrongRow, read_row
+from contract.strict_json import read_value
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 1 << 20
@@ -22,7 +25,14 @@ MAX_PROBLEMS = 20
 #: How many of them a refusal names.
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
-_FORM = ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}'
+_FORM = (
+    ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}. '
+    "`lorikeet datasets convert FILE NEW_FILE` makes it of a JSON array and other formats."
+)
+_OTHER_FORMAT = "is a row of another format"
+_CONVERT = (
+    " `lorikeet datasets convert FILE NEW_FILE` converts the file, as the console's upload does."
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -52,8 +62,9 @@ class Lint:
         shown = "; ".join(str(problem) for problem in self.problems[:_SHOWN_PROBLEMS])
         more = "; and more" if len(self.problems) > _SHOWN_PROBLEMS else ""
         # A file of another kind, such as CSV, fails in each line; say once what is wanted.
-        is_other = any(problem.message.startswith(_NO_JSON) for problem in self.problems)
-        return f"{shown}{more}.{_FORM if is_other else ''}"
+        found = {each.message.partition(":")[0] for each in self.problems}
+        advice = _CONVERT if _OTHER_FORMAT in found else _FORM if _NO_JSON in found else ""
+        return f"{shown}{more}.{advice}"
 
 
 def lint(content: bytes) -> Lint:
@@ -103,21 +114,48 @@ def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]
 
 
 def _row(line: bytes) -> Row:
+    line = line.removeprefix(codecs.BOM_UTF8)
     if len(line) > MAX_LINE_BYTES:
+        if line.lstrip().startswith(b"["):
+            raise _of_another_format("a JSON array")
         raise WrongRow("", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
         # Decoded here: `json` guesses among encodings, whose codecs a sealed process cannot load.
-        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except RecursionError:
-        raise WrongRow("", "is nested too deeply") from None
+        row = read_value(line.decode())
     except UnicodeDecodeError:
-        raise WrongRow("", f"{_NO_JSON}, which is text in UTF-8") from None
-    except ValueError:
-        raise WrongRow("", _NO_JSON) from None
-    read = read_row(row)
+        raise WrongRow("", f"{_NO_JSON}: it is not text in UTF-8") from None
+    except ValueError as error:
+        # Where a parser gave up helps in a config, not in a row of a file that is no JSONL.
+        told = str(error)
+        raise WrongRow("", _NO_JSON if told.startswith(_NO_JSON) else told) from None
+    try:
+        read = read_row(row)
+    except WrongRow as wrong:
+        raise _explained(row, wrong) from None
     if _SURROGATE.search(line):
         _check_text(row)
     return read
+
+
+def _explained(row: Any, wrong: WrongRow) -> WrongRow:
+    """Return what is wrong with a row, which may be one of another format."""
+    try:
+        name, rows = converted(row)
+        if name is None:
+            return wrong
+        for each in rows:
+            read_row(each)
+    except (NotConverted, WrongRow) as error:
+        field, message = error.args
+        found = format_of(row)
+        return WrongRow(field, f"{message} (the format is {found.name})" if found else message)
+    except RecursionError:
+        return WrongRow("", "is nested too deeply")
+    return _of_another_format(name)
+
+
+def _of_another_format(name: str) -> WrongRow:
+    return WrongRow("", f"{_OTHER_FORMAT}: {name}")
 
 
 def _check_text(row: Any) -> None:

@@ -15,13 +15,16 @@ _BITS = 64
 
 
 def normalised_prompt(row: Row) -> str:
-    """Return what users say before the first answer, without differences of case and blanks."""
-    texts = [row.prompt]
+    """Return what users say before the first answer, without differences of case and blanks.
+
+    If they say nothing, that is what the system says.
+    """
+    said: dict[str, list[str]] = {"system": [], "user": [], "tool": []}
     for message in row.messages:
         if message["role"] == "assistant":
             break
-        if message["role"] == "user":
-            texts.append(message["content"])
+        said[message["role"]].append(message["content"])
+    texts = [row.prompt, *(said["user"] or said["system"])]
     return " ".join(unicodedata.normalize("NFKC", "\n".join(texts)).casefold().split())
 
 

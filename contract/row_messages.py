@@ -3,7 +3,10 @@
 A row is a chat, {"messages": […], "tools": […]}, as OpenAI defines it for fine-tuning, or a text
 and its continuation, {"prompt": "…", "completion": "…"}. Developers' messages become the system's,
 parts of a content become one text, and calls' arguments become objects: a test holds each against
-what the gateway makes of the same chat. Standard library only.
+what the gateway makes of the same chat.
+
+Each key is read, or is one of `row_formats.keys.NEUTRAL`, or the row is refused: what is dropped
+could have reversed what the row means. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,18 +14,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from contract.strict_json import MAX_DEPTH, is_too_deep
+from contract.row_formats.keys import (
+    BOOLEAN_SWITCHES,
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    NEUTRAL,
+    NO_ROW,
+    NUMBER_SWITCHES,
+    SWITCHES,
+    part_refusal,
+    refusal,
+    says_nothing,
+    shown,
+)
+from contract.strict_json import MAX_DEPTH, is_too_deep, read_value
 from contract.tool_calls import read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 2048
-#: Lists of one message, and functions of one row, have at most so many items.
-MAX_ITEMS = 128
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _LEARNED = "it is what is learned"
+_OBJECT = 'a JSON object, such as {"city": "Rome"}'
+# `channel` is what a loss is counted under elsewhere.
+_CHAT_KEYS = ("messages", "tools", "system", "parallel_tool_calls", "weight", "channel")
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "function_call", *SWITCHES)
 
 
 class WrongRow(Exception):
@@ -35,22 +53,37 @@ class Row:
 
     messages    of a chat; empty: the row is a completion
     learned     the places in `messages` of those that are learned, in order
+    num_added   1: the first of `messages` is the row's `system`, which is beside its own
     tools       that the chat's template is given
+    unwrapped   the places of calls whose arguments were encoded twice
     prompt      of a completion, and `completion`, which is learned
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     learned: tuple[int, ...] = ()
+    num_added: int = 0
     tools: tuple[dict[str, Any], ...] = ()
+    unwrapped: tuple[str, ...] = ()
     prompt: str = ""
     completion: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class _Calls:
+    """The functions of a chat, and those called so far, by the ids of the calls."""
+
+    functions: frozenset[str]
+    called: dict[str, str] = dataclasses.field(default_factory=dict)
+    unwrapped: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_row(row: Any) -> Row:
     """Return the row of a JSON value. Raises WrongRow."""
     if isinstance(row, dict) and "messages" not in row and ("prompt" in row or "completion" in row):
         return _completion(row)
-    given = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or "messages" not in row:
+        raise WrongRow("", NO_ROW)
+    given = row["messages"]
     if not isinstance(given, list) or not given:
         raise WrongRow("messages", "must be a list of messages")
     if len(given) > MAX_MESSAGES:
@@ -59,24 +92,32 @@ def read_row(row: Any) -> Row:
         raise WrongRow("functions", "is not supported: write them as tools")
     if type(row.get("parallel_tool_calls")) not in (type(None), bool):
         raise WrongRow("parallel_tool_calls", "must be true or false")
+    _check_row_weight(row.get("weight"))
+    added = _system(row.get("system"), given)
     tools = _tools(row.get("tools"))
-    called: dict[str, str] = {}
-    messages = tuple(
-        _message(f"messages[{index}]", message, called) for index, message in enumerate(given)
-    )
-    roles = [message["role"] for message in messages if message["role"] != "system"]
-    if not roles or roles[0] != "user":
-        raise WrongRow("messages", "must begin with a user's message, after any of the system")
+    calls = _Calls(frozenset(tool["function"]["name"] for tool in tools))
+    messages, learned = [*added], []
+    for index, message in enumerate(given):
+        read, is_learned = _message(f"messages[{index}]", message, calls)
+        if is_learned:
+            learned.append(len(messages))
+        messages.append(read)
+    repeated = ("prompt",) if row.get("prompt") == _first_said(messages) else ()
+    _check_keys("", row, (*_CHAT_KEYS, *repeated))
+    roles = [message["role"] for message in messages]
+    if roles[0] == "assistant":
+        raise WrongRow("messages", "must begin with a message of the system or a user")
     if "assistant" not in roles:
         raise WrongRow("messages", f"must have a message of the assistant: {_LEARNED}")
-    learned = tuple(
-        index
-        for index, message in enumerate(given)
-        if message["role"] == "assistant" and message.get("weight") != 0
-    )
     if not learned:
         raise WrongRow("messages", "must have a message of the assistant whose weight is not 0")
-    return Row(messages=messages, learned=learned, tools=tools)
+    return Row(
+        messages=tuple(messages),
+        learned=tuple(learned),
+        num_added=len(added),
+        tools=tools,
+        unwrapped=tuple(calls.unwrapped),
+    )
 
 
 def _completion(row: dict[str, Any]) -> Row:
@@ -85,11 +126,43 @@ def _completion(row: dict[str, Any]) -> Row:
             raise WrongRow(name, "must be a string")
         if not row[name]:
             raise WrongRow(name, "must not be empty")
+    _check_row_weight(row.get("weight"))
+    _check_keys("", row, ("prompt", "completion", "weight", "channel"))
     return Row(prompt=row["prompt"], completion=row["completion"])
 
 
-def _message(field: str, message: Any, called: dict[str, str]) -> dict[str, Any]:
-    """Return a message for the chat template; add its calls to `called`, by their ids."""
+def _check_keys(where: str, given: dict[str, Any], known: Iterable[str]) -> None:
+    """Refuse a key that is not read, unless it is neutral or says nothing."""
+    for name, value in given.items():
+        if name not in known and name not in NEUTRAL and not says_nothing(value):
+            field = f"{where}.{shown(name)}" if where else shown(name)
+            raise WrongRow(field, refusal(name, value))
+
+
+def _check_row_weight(weight: Any) -> None:
+    if weight is not None and (type(weight) not in (int, float) or weight != 1):
+        raise WrongRow(
+            "weight",
+            "must be 1, since rows have none here: leave the row out, or give it several times",
+        )
+
+
+def _system(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the message that a `system` beside the messages is."""
+    if says_nothing(system) or system == "":
+        return []
+    first = messages[0].get("role") if isinstance(messages[0], dict) else None
+    if first in ("system", "developer"):
+        raise WrongRow("system", "is beside a message of the system: write one of them")
+    return [{"role": "system", "content": _content("system", system, is_needed=True)}]
+
+
+def _first_said(messages: list[dict[str, Any]]) -> str | None:
+    return next((each["content"] for each in messages if each["role"] == "user"), None)
+
+
+def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], bool]:
+    """Return a message for the chat template, and whether it is learned."""
     if not isinstance(message, dict):
         raise WrongRow(field, "must be an object")
     role = message.get("role")
@@ -97,70 +170,133 @@ def _message(field: str, message: Any, called: dict[str, str]) -> dict[str, Any]
         raise WrongRow(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     if message.get("function_call"):
         raise WrongRow(f"{field}.function_call", "is not supported: write it as tool_calls")
-    calls = message.get("tool_calls") or []
-    if calls and role != "assistant":
+    called = message.get("tool_calls") or []
+    if called and role != "assistant":
         raise WrongRow(f"{field}.tool_calls", "are allowed only in the assistant's messages")
-    _check_weight(f"{field}.weight", role, message.get("weight"))
-    says_else = role == "assistant" and (calls or message.get("refusal"))
-    content = _content(f"{field}.content", message.get("content"), is_needed=not says_else)
-    if role == "assistant" and not content and message.get("refusal"):
-        content = _content(f"{field}.refusal", message["refusal"], is_needed=True)
-    if role == "assistant" and not calls and not content.strip():
+    is_learned = _is_learned(field, role, message)
+    refused = message.get("refusal") if role == "assistant" else None
+    content = _content(
+        f"{field}.content", message.get("content"), is_needed=not called and not refused, role=role
+    )
+    if refused:
+        if content:
+            raise WrongRow(f"{field}.refusal", "is beside a content: write one of them")
+        content = _content(f"{field}.refusal", refused, is_needed=True)
+    if role == "assistant" and not called and not content.strip():
         raise WrongRow(f"{field}.content", f"must not be empty: {_LEARNED}")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    if calls:
-        read["tool_calls"] = _calls(f"{field}.tool_calls", calls, called)
+    if called:
+        read["tool_calls"] = _calls(f"{field}.tool_calls", called, calls, is_learned=is_learned)
+    own = {"assistant": ("refusal",), "tool": ("tool_call_id",)}.get(role, ())
+    _check_keys(field, message, (*_MESSAGE_KEYS, *own))
     if role == "tool":
-        call_id = message.get("tool_call_id")
-        if not isinstance(call_id, str) or call_id not in called:
-            raise WrongRow(f"{field}.tool_call_id", "must be the id of an earlier tool call")
-        read |= {"tool_call_id": call_id, "name": called[call_id]}
-    return read
+        read |= _answered(field, message, calls)
+    elif type(message.get("name")) not in (type(None), str):
+        raise WrongRow(f"{field}.name", "must be a string")
+    return read, is_learned
 
 
-def _check_weight(field: str, role: str, weight: Any) -> None:
-    if weight is None:
-        return
-    if type(weight) not in (int, float) or weight not in (0, 1):
-        raise WrongRow(field, "must be 0 or 1")
-    if weight and role != "assistant":
-        raise WrongRow(field, "is allowed only in the assistant's messages")
+def _answered(field: str, message: dict[str, Any], calls: _Calls) -> dict[str, str]:
+    """Return which call a tool's message answers."""
+    call_id = message.get("tool_call_id")
+    if not isinstance(call_id, str) or call_id not in calls.called:
+        raise WrongRow(f"{field}.tool_call_id", "must be the id of an earlier tool call")
+    name = calls.called[call_id]
+    if message.get("name") not in (None, "", name):
+        raise WrongRow(f"{field}.name", f"must be that of the function that was called, {name}")
+    return {"tool_call_id": call_id, "name": name}
 
 
-def _content(field: str, content: Any, *, is_needed: bool) -> str:
-    """Return the text of a content: a string, or parts of text, which are joined by lines."""
+def _is_learned(field: str, role: str, message: dict[str, Any]) -> bool:
+    """Return what a message's `weight` says, or another trainer's name for it."""
+    said = {name: message[name] for name in SWITCHES if message.get(name) is not None}
+    for name, value in said.items():
+        if name in BOOLEAN_SWITCHES and not isinstance(value, bool):
+            raise WrongRow(f"{field}.{name}", "must be true or false")
+        if name in NUMBER_SWITCHES and (type(value) not in (int, float) or value not in (0, 1)):
+            raise WrongRow(f"{field}.{name}", "must be 0 or 1")
+        if value and role != "assistant":
+            raise WrongRow(f"{field}.{name}", "is allowed only in the assistant's messages")
+    if len({bool(value) for value in said.values()}) > 1:
+        raise WrongRow(field, f"says both that it is learned and that it is not: {', '.join(said)}")
+    return role == "assistant" and all(said.values())
+
+
+def _content(field: str, content: Any, *, is_needed: bool, role: str = "system") -> str:
+    """Return the text of a content: a string, or parts of text, which are joined by lines.
+
+    The assistant's may be refusals, which are what it says, too.
+    """
     if isinstance(content, str):
         return content
     if content is None and not is_needed:
         return ""
     if not isinstance(content, list):
         raise WrongRow(field, "must be a string, or a list of parts of text")
+    texts = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise WrongRow(f"{field}[{index}]", "must be a part of text")
-        if part.get("type") != "text":
-            raise WrongRow(f"{field}[{index}].type", "must be text: the models read text alone")
-    return "\n".join(part["text"] for part in content)
+        place = f"{field}[{index}]"
+        if not isinstance(part, dict):
+            raise WrongRow(place, "must be a part of text")
+        kind = part.get("type")
+        if kind != "text" and (kind != "refusal" or role != "assistant"):
+            raise WrongRow(place, part_refusal(part))
+        if not isinstance(part.get(kind), str):
+            raise WrongRow(f"{place}.{kind}", "must be a string")
+        _check_keys(place, part, ("type", kind))
+        texts.append(part[kind])
+    return "\n".join(texts)
 
 
-def _calls(field: str, calls: Any, called: dict[str, str]) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or len(calls) > MAX_ITEMS:
+def _calls(field: str, given: Any, calls: _Calls, *, is_learned: bool) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or len(given) > MAX_ITEMS:
         raise WrongRow(field, f"must be a list of at most {MAX_ITEMS} tool calls")
     read = []
-    for index, call in enumerate(calls):
+    for index, call in enumerate(given):
         where = f"{field}[{index}]"
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise WrongRow(where, "must be the call of a function")
         if not isinstance(call.get("id"), str) or not 0 < len(call["id"]) <= 200:
             raise WrongRow(f"{where}.id", "must be a string of 1 to 200 characters")
-        arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            raise WrongRow(f"{where}.function.arguments", "must be a string with JSON")
-        called[call["id"]] = _function_name(f"{where}.function.name", function)
-        told = {"name": function["name"], "arguments": read_arguments(arguments)}
+        _check_keys(where, call, ("id", "type", "function"))
+        _check_keys(f"{where}.function", function, ("name", "arguments"))
+        name = _function_name(f"{where}.function.name", function)
+        place, text = f"{where}.function.arguments", function.get("arguments")
+        if not isinstance(text, str):
+            raise WrongRow(place, "must be a string with JSON")
+        arguments = read_arguments(text)  # as serving does, of what it is given
+        if is_learned:
+            if name not in calls.functions:
+                raise WrongRow(f"{where}.function.name", "must be that of one of the row's tools")
+            arguments, is_unwrapped = _learned_arguments(place, text)
+            calls.unwrapped += [place] if is_unwrapped else []
+        calls.called[call["id"]] = name
+        told = {"name": name, "arguments": arguments}
         read.append({"id": call["id"], "type": "function", "function": told})
     return read
+
+
+def _learned_arguments(field: str, text: str) -> tuple[dict[str, Any], bool]:
+    """Return the object that a learned call's arguments are, and whether it was encoded twice.
+
+    Serving makes a model write an object: nothing else may be learned.
+    """
+    try:
+        value = read_value(text)
+        if is_unwrapped := isinstance(value, str):
+            value = read_value(value)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise WrongRow(field, "has half of a surrogate pair, which is no character") from None
+    except ValueError as error:
+        told = str(error).partition(":")[0]
+        raise WrongRow(field, f"must be {_OBJECT}: it {told}") from None
+    if not isinstance(value, dict):
+        raise WrongRow(field, f"must be {_OBJECT}")
+    if is_too_deep(value):
+        raise WrongRow(field, f"is nested deeper than {MAX_DEPTH} levels")
+    return value, is_unwrapped
 
 
 def _function_name(field: str, function: dict[str, Any]) -> str:
@@ -181,6 +317,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
             raise WrongRow(where, "must be a function")
+        _check_keys(where, tool, ("type", "function"))
         name = _function_name(f"{where}.function.name", function)
         if name in names:
             raise WrongRow(f"{where}.function.name", "is that of another tool, too")
@@ -203,9 +340,8 @@ def _function(field: str, function: dict[str, Any]) -> dict[str, Any]:
         raise WrongRow(f"{field}.parameters", "must be the JSON schema of an object")
     if is_too_deep(parameters):
         raise WrongRow(f"{field}.parameters", f"is nested deeper than {MAX_DEPTH} levels")
+    if type(function.get("strict")) not in (type(None), bool):
+        raise WrongRow(f"{field}.strict", "must be true or false")
+    _check_keys(field, function, ("name", "description", "parameters", "strict"))
     read["parameters"] = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
-    try:
-        json.dumps(read, allow_nan=False)
-    except ValueError:
-        raise WrongRow(field, "must not have NaN or Infinity") from None
     return read

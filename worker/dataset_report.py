@@ -6,6 +6,9 @@ JOB.json is `contract.dataset_report.ReportJob`. Standard output carries one JSO
 
     {"num_rows", "duplicates": {"count", "lines": [[line, first line]]},
      "added": {"num_rows", "duplicates"},    of these: duplicates of earlier rows
+     "arguments": {"unwrapped": {"count", "lines": [[line, place]]},   were encoded twice
+                   "invalid": {"count", "lines": [[line, place]]},     break the tool's schema
+                   "num_unchecked"},         of learned calls
      "counted_every",                        1: all rows are counted in tokens; else estimates
      "bases": {name: {"context_length", "tokens", "learned_tokens", "mean", "median", "p95", "max",
                       "longer_than_context": {"count", "lines": [[line, tokens]]},
@@ -27,6 +30,7 @@ from typing import Any
 from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.dataset_report import MAX_PLACES, ReportJob
 from contract.row_messages import Row
+from worker.call_arguments import NOT_CHECKED, SchemaCheck, learned_calls
 from worker.one_job import answer_job
 from worker.text.codec import PromptError, TextCodec
 from worker.training.row_tokens import encode_row, row_length
@@ -89,8 +93,38 @@ class _Counts:
         }
 
 
+class _Arguments:
+    """The arguments of learned calls: those encoded twice, and those that break their schema.
+
+    Of the rows that are counted in tokens, those of all calls are checked, while there is time.
+    """
+
+    def __init__(self) -> None:
+        self._unwrapped, self._invalid = _Findings(), _Findings()
+        self._check = SchemaCheck()
+        self._num_unchecked = 0
+
+    def add(self, line: int, row: Row, *, is_checked: bool) -> None:
+        for place in row.unwrapped:
+            self._unwrapped.add(line, place)
+        for place, call in learned_calls(row):
+            fault = self._check.fault(row, call) if is_checked else NOT_CHECKED
+            if fault == NOT_CHECKED:
+                self._num_unchecked += 1
+            elif fault is not None:
+                self._invalid.add(line, f"{place} {fault}")
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "unwrapped": self._unwrapped.told(),
+            "invalid": self._invalid.told(),
+            "num_unchecked": self._num_unchecked,
+        }
+
+
 def report(job: ReportJob) -> dict[str, Any]:
     """Return the report. Raises ValueError when the file has a line that is no row."""
+    arguments = _Arguments()
     bases = {name: _Counts(folder, job.counted_every) for name, folder in job.bases.items()}
     duplicates, known = _Findings(), _Findings()
     first_of: dict[bytes, int] = {}
@@ -105,13 +139,16 @@ def report(job: ReportJob) -> dict[str, Any]:
             duplicates.add(line, first)
             if first <= last_earlier < line:
                 known.add(line, first)
-        if num_rows % job.counted_every == 0:
+        is_counted = num_rows % job.counted_every == 0
+        arguments.add(line, row, is_checked=is_counted)
+        if is_counted:
             for counts in bases.values():
                 counts.add(line, row)
     return {
         "num_rows": num_rows,
         "duplicates": duplicates.told(),
         "added": {"num_rows": num_rows - job.num_earlier_rows, "duplicates": known.told()},
+        "arguments": arguments.told(),
         "counted_every": job.counted_every,
         "bases": {name: counts.told() for name, counts in bases.items()},
     }

@@ -24,8 +24,9 @@ class DatasetForm(forms.Form):
     )
     file = forms.FileField(
         label="JSONL file",
-        help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}. Of more '
-        "than 32 MiB: lorikeet datasets upload.",
+        help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}. Rows of '
+        "ShareGPT, Alpaca, Vertex AI, Anthropic, TRL and others are converted, unless something "
+        "would be lost. Of more than 32 MiB: lorikeet datasets upload.",
         widget=forms.FileInput(attrs={"accept": ".jsonl,.json,application/jsonl"}),
     )
     append = forms.BooleanField(

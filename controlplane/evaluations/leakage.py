@@ -34,11 +34,13 @@ class RowsGone(Exception):
 
 
 def prompt_digest(messages: Messages) -> str:
-    """Return the digest of a prompt; system messages do not count, since many prompts share one."""
+    """Return the digest of a prompt.
+
+    System messages, which many prompts share, count only where there are no others.
+    """
     digest = hashlib.sha256()
-    for message in messages:
-        if message["role"] in ("system", "developer"):
-            continue
+    others = [each for each in messages if each["role"] not in ("system", "developer")]
+    for message in others or messages:
         text = unicodedata.normalize("NFKC", str(message.get("content") or ""))
         digest.update(f"{message['role']}\0{' '.join(text.casefold().split())}\0".encode())
     return digest.hexdigest()

@@ -116,7 +116,7 @@ def _converse(
     assert child.stdin is not None and child.stdout is not None
     with contextlib.suppress(BrokenPipeError), child.stdin:
         child.stdin.write(work)  # it reads this before anything else
-    text = b""
+    text = bytearray()
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -126,7 +126,7 @@ def _converse(
         piece = os.read(child.stdout.fileno(), 1 << 16)
         text += piece
         if not piece or len(text) > most:
-            return text[: most + 1]
+            return bytes(text[: most + 1])
 
 
 def _reap(child: subprocess.Popen[bytes], patience_s: float) -> tuple[int | None, float]:

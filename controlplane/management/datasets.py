@@ -55,6 +55,19 @@ class AddedSerializer(serializers.Serializer[Any]):
     )
 
 
+class ArgumentsSerializer(serializers.Serializer[Any]):
+    unwrapped = FindingsSerializer(
+        help_text="Objects that were encoded as JSON twice, and are learned as objects: "
+        "[line, place]."
+    )
+    invalid = FindingsSerializer(
+        help_text="Those that break the schema of their tool: [line, the call, and where in it]."
+    )
+    num_unchecked = serializers.IntegerField(
+        help_text="Calls of rows that were not counted, or that there was no time for."
+    )
+
+
 class DatasetReportSerializer(serializers.Serializer[Any]):
     object = serializers.CharField()
     dataset = serializers.CharField()
@@ -66,6 +79,9 @@ class DatasetReportSerializer(serializers.Serializer[Any]):
     duplicates = FindingsSerializer(allow_null=True, help_text="lines: [line, its first line].")
     added = AddedSerializer(
         allow_null=True, help_text="Rows that the version before does not have."
+    )
+    arguments = ArgumentsSerializer(
+        allow_null=True, help_text="Of the calls that are learned; null: of a report of before."
     )
     counted_every = serializers.IntegerField(
         help_text="1: the tokens of all rows were counted. n: those of every n-th row, and "

@@ -184,6 +184,7 @@ def report_of(dataset: Dataset, version: DatasetVersion | None = None) -> dict[s
         "num_bytes": rows.num_bytes,
         "duplicates": told.get("duplicates"),
         "added": told.get("added"),
+        "arguments": told.get("arguments"),
         "counted_every": told.get("counted_every", 1),
         "bases": bases,
         "error": told.get("error", error if status == "failed" else ""),

@@ -1,4 +1,4 @@
-"""Check rows before they are stored: in a sealed child, which is given them piece by piece.
+"""Check or convert rows before they are stored: in a sealed child, which gets them in pieces.
 
 The child has its own memory and its own interpreter, so that two gigabytes of one tenant neither
 fill this process nor hold up its other requests.
@@ -6,6 +6,7 @@ fill this process nor hold up its other requests.
 
 from __future__ import annotations
 
+import base64
 import contextvars
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import chat_rows, chat_rows_process
+from contract import chat_rows, chat_rows_process, row_conversion_process
 from contract.chat_rows import Lint, Problem
 from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.infra import sealed_child
@@ -27,8 +28,9 @@ log = logging.getLogger(__name__)
 
 #: Fewer bytes are checked in this process: a child takes longer to start.
 IN_PROCESS_BYTES = 1 << 20
-_MODULE = chat_rows_process.__name__
 _MEMORY_BYTES = 384 << 20
+#: A conversion holds all rows: as bytes and text, and as bytes and text of the answer.
+_CONVERSION_MEMORY_BYTES = 640 << 20
 _CPU_S, _CPU_S_PER_GB = 60, 300
 #: A busy machine gives a child a part of a core, and the store has its own pace.
 _WALL_PER_CPU = 4
@@ -45,16 +47,45 @@ def rows_check(tenant_id: uuid.UUID, pieces: Iterable[bytes], num_bytes: int) ->
     with dataset_checks.place(tenant_id):
         if num_bytes <= IN_PROCESS_BYTES:
             return chat_rows.lint(b"".join(pieces))
-        return _in_child(pieces, num_bytes)
+        return _read(_in_child(pieces, num_bytes))
 
 
-def _in_child(pieces: Iterable[bytes], num_bytes: int) -> Lint:
+def rows_convert(tenant_id: uuid.UUID, content: bytes, *, max_bytes: int) -> tuple[bytes, str]:
+    """Return rows of other formats as rows of ours, and the names of their formats; "": none.
+
+    max_bytes  of the converted rows
+    Raises InvalidRequest for what does not convert without loss, and what `rows_check` raises.
+    """
+    with dataset_checks.place(tenant_id):
+        if len(content) <= IN_PROCESS_BYTES:
+            told = row_conversion_process.convert(content, max_bytes=max_bytes)
+        else:
+            told = _in_child([content], len(content), converted_bytes=max_bytes)
+    rows, formats, complaint = (told.get(name) for name in ("rows", "formats", "complaint"))
+    if not isinstance(rows, str) or not _is_text(formats) or not _is_text(complaint):
+        raise _in_another_form()
+    if not formats:
+        return content, ""
+    if complaint:
+        raise InvalidRequest(complaint, param="body", code="invalid_dataset")
+    return base64.b64decode(rows), formats
+
+
+def _in_child(
+    pieces: Iterable[bytes], num_bytes: int, *, converted_bytes: int | None = None
+) -> dict[str, Any]:
+    """Return the answer of a child, which checks rows, or converts them into so many bytes."""
     cpu_s = _CPU_S + _CPU_S_PER_GB * num_bytes // 2**30
+    if converted_bytes is None:
+        module, work, more_bytes = chat_rows_process.__name__, {}, 0
+    else:
+        module, work = row_conversion_process.__name__, {"max_bytes": converted_bytes}
+        more_bytes = converted_bytes * 4 // 3
     bounds = Bounds(
-        memory_bytes=_MEMORY_BYTES,
+        memory_bytes=_MEMORY_BYTES if converted_bytes is None else _CONVERSION_MEMORY_BYTES,
         cpu_s=cpu_s,
         wall_s=_WALL_PER_CPU * cpu_s,
-        answer_bytes=_ANSWER_BYTES,
+        answer_bytes=_ANSWER_BYTES + more_bytes,
     )
     read_end, write_end = os.pipe()
     feeder = _Feeder(pieces, write_end)
@@ -62,7 +93,7 @@ def _in_child(pieces: Iterable[bytes], num_bytes: int) -> Lint:
         with open(read_end, "rb") as file:
             feeder.start()
             ended = sealed_child.run_sealed(
-                _MODULE, {}, [file], environment=settings.TRAINER_ENVIRONMENT, bounds=bounds
+                module, work, [file], environment=settings.TRAINER_ENVIRONMENT, bounds=bounds
             )
     except sealed_child.OverBounds as error:
         feeder.check()
@@ -78,7 +109,7 @@ def _in_child(pieces: Iterable[bytes], num_bytes: int) -> Lint:
         "rows checked",
         extra={"num_bytes": num_bytes, "cpu_s": ended.cpu_s, "peak_mb": ended.peak_bytes >> 20},
     )
-    return _read(ended.answer)
+    return ended.answer
 
 
 class _Feeder(threading.Thread):
@@ -118,11 +149,19 @@ def _read(answer: dict[str, Any]) -> Lint:
     if type(num_rows) is int and isinstance(told, list) and len(told) <= chat_rows.MAX_PROBLEMS:
         if all(_is_problem(each) for each in told):
             return Lint(num_rows, [Problem(*each) for each in told])
+    raise _in_another_form()
+
+
+def _in_another_form() -> Unavailable:
     log.error("the check of rows answered in another form")
-    raise Unavailable("The rows could not be checked. Try again.")
+    return Unavailable("The rows could not be checked. Try again.")
 
 
 def _is_problem(told: Any) -> bool:
     if not isinstance(told, list) or [type(each) for each in told] != [int, str, str]:
         return False
-    return all(len(text) <= 1000 and text.isprintable() for text in told[1:])
+    return all(map(_is_text, told[1:]))
+
+
+def _is_text(told: Any) -> bool:
+    return isinstance(told, str) and len(told) <= 4000 and told.isprintable()

@@ -70,6 +70,17 @@ def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Datas
     return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)
 
 
+def rows_convert(content: bytes) -> tuple[bytes, str]:
+    """Return rows of other formats as rows of ours, and the names of their formats; "": none.
+
+    Raises InvalidRequest for what does not convert without loss, and what `rows_check` raises.
+    """
+    if len(content) > MAX_DIRECT_BYTES:
+        return content, ""
+    tenant_id = current_tenant_id()
+    return row_check.rows_convert(tenant_id, content, max_bytes=MAX_DIRECT_BYTES)
+
+
 def rows_store(content: bytes) -> contents.Rows:
     """Check chat JSONL, and store it where versions of datasets read theirs.
 

@@ -24,9 +24,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     source = folder / "source"
-    # setuptools leaves its build folder beside the source.
-    subprocess.run(["cp", "-r", str(PACKAGE), str(source)], check=True)
-    build = [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", f"-w{folder}"]
+    source.mkdir()
+    # setuptools leaves its build folder beside the source, which has links into `contract`.
+    subprocess.run(["cp", "-r", str(PACKAGE), str(ROOT / "contract"), str(source)], check=True)
+    build = [*pip, "wheel", str(source / "cli"), "--no-deps", "--no-build-isolation", f"-w{folder}"]
     subprocess.run(build, check=True, cwd=folder)
     (wheel,) = folder.glob("lorikeet_cli-*.whl")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
@@ -51,6 +52,13 @@ def test_the_installed_command_runs(installed: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"lorikeet {__version__}\n"), done.stderr
     done = run(installed, "adapters", "list")
     assert done.returncode == 3 and "lorikeet login" in done.stderr
+
+
+def test_the_installed_command_converts_rows(installed: Path, tmp_path: Path) -> None:
+    rows, new = tmp_path / "rows.jsonl", tmp_path / "new.jsonl"
+    rows.write_text('{"instruction": "Hi", "output": "Hello"}\n')
+    done = run(installed, "datasets", "convert", str(rows), str(new))
+    assert done.returncode == 0 and new.read_text().startswith('{"messages": '), done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -50,6 +50,15 @@ def test_the_same_prompt_in_other_words_is_in_the_same_part() -> None:
     assert first_prompt_digest(completion) == first_prompt_digest(same[0])
 
 
+def test_what_the_system_says_is_the_prompt_where_no_user_speaks() -> None:
+    def answered(system: str) -> Row:
+        said = [{"role": "system", "content": system}, {"role": "assistant", "content": "a"}]
+        return read_row({"messages": said})
+
+    assert first_prompt_digest(answered("Be kind.")) == first_prompt_digest(answered("be  KIND."))
+    assert first_prompt_digest(answered("Be kind.")) != first_prompt_digest(answered("Be brief."))
+
+
 def test_rows_keep_their_part_over_a_hundred_appends() -> None:
     """As in a dataset's versions: each adds rows at the end, and the salt is the dataset's id."""
     sides: dict[str, bool] = {}

@@ -75,9 +75,11 @@ def _completion(codec: TextCodec, row: Row) -> RowTokens:
 def _turn(codec: TextCodec, row: Row, index: int) -> _Turn:
     before = render_chat(codec, row.messages[:index], row.tools)
     whole = render_chat(codec, row.messages[: index + 1], row.tools, generation_prompt=False)
+    _check_system(codec, row, index, before.text)
     if not whole.text.startswith(before.text):
         raise ValueError(
-            f"the chat template does not begin messages[{index}] as it begins an answer"
+            f"the chat template does not begin messages[{index - row.num_added}] as it begins an "
+            "answer"
         )
     prompt, token_ids = codec.encode_chat(before), codec.encode_chat(whole)
     if token_ids[: len(prompt)] == prompt:
@@ -85,6 +87,21 @@ def _turn(codec: TextCodec, row: Row, index: int) -> _Turn:
     # A token has the end of the prompt and the beginning of the answer; in serving there is none.
     answer = codec.encode_chat(codec.rest(whole, before))
     return _Turn(prompt, _without_rest(codec, answer))
+
+
+def _check_system(codec: TextCodec, row: Row, index: int, text: str) -> None:
+    """Raise ValueError when the system alone speaks before an answer, and is left out.
+
+    So does a template that writes the system's message into a user's.
+    """
+    if any(message["role"] != "system" for message in row.messages[:index]):
+        return
+    others = [{**each, "content": f"{each['content']}."} for each in row.messages[:index]]
+    if render_chat(codec, others, row.tools).text == text:
+        raise ValueError(
+            "the chat template leaves out a system's message that no user's follows: write it as a "
+            "user's"
+        )
 
 
 def _without_rest(codec: TextCodec, answer: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lorikeet_cli.dataset_conversion import convert_file
 from lorikeet_cli.dataset_uploads import upload_rows
 from lorikeet_cli.errors import CliError
 from lorikeet_cli.output import Column, moment, num_bytes
@@ -50,6 +51,11 @@ _PULL_COLUMNS: list[Column] = [
     ("ADDED", "added_rows"),
     ("ERROR", "error"),
 ]
+_CONVERTED_COLUMNS: list[Column] = [
+    ("FILE", "file"),
+    ("ROWS", "num_rows"),
+    ("CONVERTED", "converted"),
+]
 _NAME = Annotated[str, typer.Argument(autocompletion=completer("datasets"))]
 
 
@@ -83,6 +89,19 @@ def upload(
     """Upload chats, up to 2 GiB: the next version of the dataset, whole or not at all."""
     dataset = upload_rows(session, name or file.stem, Source.of(file), appends=append)
     session.print_one(dataset, _COLUMNS)
+
+
+@command(app, "convert", for_tenant=False)
+def convert(
+    session: Session,
+    file: Annotated[Path, typer.Argument(help="JSONL, or JSON with an array of rows.")],
+    new_file: Annotated[Path, typer.Argument(help="JSONL to upload. There must be none yet.")],
+) -> None:
+    """Convert rows of another format (ShareGPT, Alpaca, Vertex AI, …), all of them or none.
+
+    Rows that would lose something are refused by their lines. Nothing is uploaded.
+    """
+    session.print_one(convert_file(file, new_file), _CONVERTED_COLUMNS)
 
 
 @command(app, "versions")

@@ -63,6 +63,7 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
         # With one byte more than the limit the service refuses it.
         content = form.cleaned_data["file"].read(services.MAX_DIRECT_BYTES + 1)
         try:
+            content, formats = services.rows_convert(content)
             dataset = services.dataset_upload(
                 name=form.cleaned_data["name"],
                 content=content,
@@ -71,7 +72,9 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
         except ApiError as error:
             add_service_error(form, error.message, "file" if error.param == "body" else error.param)
         else:
-            messages.success(request, f"“{dataset.name}” is stored, with {dataset.num_rows} chats.")
+            origin = f", converted from {formats}" if formats else ""
+            told = f"“{dataset.name}” is stored, with {dataset.num_rows} chats{origin}."
+            messages.success(request, told)
             return redirect("console:training")
     context = _training_context() | {"dataset_form": form}
     return render(request, "console/training.html", context, status=422)

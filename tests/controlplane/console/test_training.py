@@ -14,6 +14,7 @@ from contract.daily_window import DailyWindow
 from controlplane.adapters.models import BaseModel
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.preview import rows_preview
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import Belongings, browser_of
 
@@ -33,6 +34,25 @@ def test_dataset_is_stored(acme: Party) -> None:
     assert "“voice” is stored, with 3 chats." in answer.content.decode()
     with tenant_scope(acme.tenant.id):
         assert Dataset.objects.get(name="voice").num_rows == 3
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+
+
+def test_rows_of_other_formats_are_converted(acme: Party) -> None:
+    content = json.dumps([SHAREGPT, {"instruction": "Hi", "output": "Hello"}], indent=1).encode()
+    page = upload(acme, content).content.decode()
+    assert "“voice” is stored, with 2 chats, converted from Alpaca, ShareGPT." in page
+    with tenant_scope(acme.tenant.id):
+        found = Dataset.objects.get(name="voice")
+        assert [each["row"] for each in rows_preview(found, 9)] == [CHAT, CHAT]
+
+
+def test_rows_that_would_lose_something_are_refused_by_line_and_name(acme: Party) -> None:
+    content = "\n".join(map(json.dumps, [SHAREGPT, SHAREGPT | {"images": ["cat.png"]}]))
+    answer = upload(acme, content.encode())
+    assert answer.status_code == 422
+    assert "line 2: images is not text, and the models read text alone" in answer.content.decode()
 
 
 @pytest.mark.parametrize("content", [b"{not json}\n", b'{"messages": []}\n', b"\xff\xfe"], ids=repr)

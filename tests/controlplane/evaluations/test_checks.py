@@ -87,3 +87,10 @@ def test_a_prompt_is_known_again_in_other_letters_and_below_another_system_messa
     assert prompt_digest([{"role": "user", "content": "total of invoice\n7?"}]) in known
     assert prompt_digest(row[:4]) in known
     assert prompt_digest([{"role": "user", "content": "Total of invoice 8?"}]) not in known
+
+
+def test_system_messages_count_where_no_user_speaks() -> None:
+    row = [{"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "Hello!"}]
+    (known,) = digests_of_rows([Row(messages=tuple(row), learned=(1,))])
+    assert prompt_digest([{"role": "system", "content": "be  kind."}]) == known
+    assert prompt_digest([{"role": "system", "content": "Be brief."}]) != known

@@ -11,9 +11,10 @@ import pytest
 from django.utils import timezone
 
 from controlplane.adapters.models import Adapter, BaseModel
+from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import reports, services, tasks
-from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.models import Dataset, TrainingRun, dataset_key
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.training.conftest import ROWS
@@ -76,6 +77,38 @@ def test_a_report_is_pending_until_the_inspector_has_counted(
     assert client.get(f"{DATASETS}/chats/report").json()["status"] == "ready"
     client.generic("POST", f"{DATASETS}?name=chats", ROWS)
     assert client.get(f"{DATASETS}/chats/report").json()["status"] == "pending"
+
+
+def test_arguments_of_calls_are_findings(acme: Party, tiny_base: BaseModel) -> None:
+    def calling(arguments: str, **message: Any) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        place = {"type": "string", "enum": ["home"]}
+        tool = {"name": "f", "parameters": {"properties": {"place": place}}}
+        said = [{"role": "user", "content": arguments}, {"role": "assistant", "tool_calls": [call]}]
+        said[1] |= message
+        end = [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "no"}]
+        return {"messages": said + end, "tools": [{"type": "function", "function": tool}]}
+
+    home, moon = '{"place": "home"}', '{"place": "the moon"}'
+    rows = [calling(home), calling(moon), calling(json.dumps(home)), calling(moon, weight=0)]
+    rows.append(calling(json.dumps(moon)) | {"system": "s"})
+    content = b"".join(json.dumps(each).encode() + b"\n" for each in rows)
+    client = as_key(acme)
+    assert client.generic("POST", f"{DATASETS}?name=calls", content).status_code == 201
+    tasks.dataset_report("")
+    report = client.get(f"{DATASETS}/calls/report").json()
+    place = "messages[1].tool_calls[0]"
+    assert report["arguments"] == {
+        "unwrapped": {
+            "count": 2,
+            "lines": [[3, f"{place}.function.arguments"], [5, f"{place}.function.arguments"]],
+        },
+        # Without the words of the row, which fewer people may read.
+        "invalid": {"count": 2, "lines": [[2, f"{place} at /place"], [5, f"{place} at /place"]]},
+        "num_unchecked": 0,
+    }
+    page = browser_of(acme.viewer).get("/console/training/datasets/calls").content.decode()
+    assert f"line 2, {place} at /place" in page and "the moon" not in page
 
 
 def test_the_time_is_estimated_from_recent_runs(
@@ -146,9 +179,12 @@ def test_the_preview_shows_the_first_rows(acme: Party, globex: Party) -> None:
     assert [each["line"] for each in shown["data"]] == [2, 3]  # the third is cut
     assert shown["data"][0]["row"] == json.loads(row(EVIL))
     assert len(client.get(f"{DATASETS}/chats/preview?limit=1").json()["data"]) == 1
+    before = row("a").replace(b"}\n", b', "id": 1e999}\n')  # was taken once
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="huge", content=row("a").replace(b"}\n", b', "x": 1e999}\n'))
-    assert client.get(f"{DATASETS}/huge/preview").json()["data"][0]["row"]["x"] is None
+        good = before.replace(b"1e999", b"11999")
+        huge = services.dataset_upload(name="huge", content=good)
+        storage.put_bytes(dataset_key(acme.tenant.id, huge.sha256), before)
+    assert client.get(f"{DATASETS}/huge/preview").json()["data"][0]["row"]["id"] is None
     for limit in ("0", "101", "x", "-1", "9" * 5000):
         answer = client.get(f"{DATASETS}/chats/preview?limit={limit}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")

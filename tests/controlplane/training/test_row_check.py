@@ -14,7 +14,7 @@ import pytest
 from django.conf import settings
 
 from contract import chat_rows, chat_rows_process
-from contract.row_messages import MAX_MESSAGES
+from contract.row_formats.keys import MAX_MESSAGES
 from controlplane.errors import InvalidRequest, RateLimited
 from controlplane.files import services as files
 from controlplane.files.models import Purpose
@@ -73,7 +73,37 @@ def test_the_child_says_what_this_process_would_say() -> None:
     assert found == chat_rows.lint(wrong)
     assert [problem.line for problem in found.problems] == [2, 4, 5]
     good = row("one") * 3
-    assert row_check._in_child(iter([good]), len(good)) == chat_rows.lint(good)
+    assert row_check._read(row_check._in_child(iter([good]), len(good))) == chat_rows.lint(good)
+
+
+def test_the_child_converts_as_this_process_does() -> None:
+    line = json.dumps({"instruction": "Total of 3 x 12? é🦜", "output": "36"}).encode() + b"\n"
+    few = row("ours") + line * 3
+    many = few * (2 * MIB // len(few))
+    made, formats = row_check.rows_convert(TENANT, few, max_bytes=8 * MIB)
+    assert row_check.rows_convert(TENANT, many, max_bytes=8 * MIB) == (
+        made * (2 * MIB // len(few)),
+        formats,
+    )
+    assert (formats, made.count(b"\n"), chat_rows.lint(made).problems) == ("Alpaca", 4, [])
+    assert made.startswith(row("ours"))
+    # Rows of ours stay as they are, also wrong ones: the check says what is wrong.
+    wrong = row("one") + b"no JSON\n"
+    assert row_check.rows_convert(TENANT, wrong, max_bytes=MIB) == (wrong, "")
+    for content, told in (
+        (line + b'{"text": "plain"}\n', "line 2: text does not say what is learned"),
+        (line * 1000, "the converted file has more than 1000 bytes"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            row_check.rows_convert(TENANT, content, max_bytes=1000)
+
+
+def test_an_array_of_32_mib_converts_in_bounded_memory() -> None:
+    item = json.dumps({"instruction": "Total? 🦜" + "x" * 100, "output": "36"}, ensure_ascii=False)
+    number = 31 * MIB // len(item.encode() + b",")
+    content = f"[{','.join([item] * number)}]".encode()
+    made, formats = row_check.rows_convert(TENANT, content, max_bytes=128 * MIB)
+    assert (formats, made.count(b"\n")) == ("Alpaca", number)
 
 
 def test_a_child_that_has_seen_enough_does_not_read_on() -> None:
@@ -110,7 +140,7 @@ def test_what_the_pieces_raise_is_raised() -> None:
 )
 def test_hostile_rows_are_named_and_bounded(line: bytes) -> None:
     content = row("one") + line + b"\n"
-    found = row_check._in_child(iter([content]), len(content))
+    found = row_check._read(row_check._in_child(iter([content]), len(content)))
     assert [problem.line for problem in found.problems] == [2]
 
 

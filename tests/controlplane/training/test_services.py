@@ -52,7 +52,8 @@ def test_a_bad_dataset_is_refused(in_acme: Party, name: str, content: bytes, par
 
 
 def test_the_refusal_of_a_dataset_names_its_lines(in_acme: Party) -> None:
-    with pytest.raises(InvalidRequest, match=r"line 9: messages must be .*; line 10 is not JSON"):
+    told = r"line 9 has neither `messages` .*; line 10 is not JSON"
+    with pytest.raises(InvalidRequest, match=told):
         services.dataset_upload(name="chats", content=ROWS + b"{}\nx\n")
 
 

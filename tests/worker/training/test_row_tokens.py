@@ -225,6 +225,23 @@ def test_answers_as_each_family_writes_them(
     assert texts(chat(two=0.0, one=1)) == [answers[0][:1]]
 
 
+def test_an_answer_to_the_system_alone_is_learned_where_the_template_writes_it(
+    codec: TextCodec,
+) -> None:
+    system = {"role": "system", "content": "Be positive."}
+    row = {"messages": [system, {"role": "assistant", "content": "hello world"}]}
+    if "Be positive." not in codec.render([system], ()).text:  # Mistral's is a part of the user's
+        with pytest.raises(ValueError, match="leaves out a system's message"):
+            encode_row(codec, read_row(row))
+        return
+    assert learned(encode_row(codec, read_row(row))) == reference(codec, row)
+
+
+def test_a_system_beside_the_messages_is_rendered_as_their_first(codec: TextCodec) -> None:
+    beside = read_row({"system": "s", "messages": CHAT[1:]})
+    assert encode_row(codec, beside) == encode_row(codec, read_row({"messages": CHAT}))
+
+
 def test_a_completion_is_learned_to_the_end_of_its_text(codec: TextCodec) -> None:
     (part,) = encode_row(codec, read_row({"prompt": "hello world,", "completion": " how are"}))
     (span,) = part.learned

@@ -225,9 +225,9 @@ GOOD = {"messages": [USER, ASSISTANT]}
     [
         ([GOOD, {"prompt": "a"}], "line 2: completion must be a string"),
         ([GOOD, GOOD, {"messages": []}], "line 3: "),
-        ([{"messages": [USER, {"role": "bot", "content": "b"}]}], r"line 1: messages\[1\].role"),
+        ([{"messages": [USER, {"role": "sage", "content": "b"}]}], r"line 1: messages\[1\].role"),
         ([{"messages": [USER, {"role": "assistant"}]}], r"line 1: messages\[1\].content"),
-        ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with a user"),
+        ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with a message"),
         ([{"messages": [USER]}], "line 1: messages must have a message of the assistant"),
         ([], "no rows"),
     ],

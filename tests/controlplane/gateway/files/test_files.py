@@ -277,6 +277,31 @@ def test_rows_for_training_are_checked_as_datasets_are(site: Site) -> None:
     client.files.delete(good.id)
 
 
+def test_rows_that_say_more_than_messages_are_obeyed_or_refused(site: Site) -> None:
+    client = site.client()
+    asked = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": "Hello"}
+    row: dict[str, Any] = {"messages": [asked, answer]}
+
+    def refusal(*rows: Any) -> str:
+        content = "\n".join(map(json.dumps, rows)).encode()
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+        assert (refused.value.code, refused.value.param) == ("invalid_dataset", "file")
+        return refused.value.message
+
+    assert "line 2: label is a key of preference tuning" in refusal(row, row | {"label": False})
+    assert "line 1: images is not text" in refusal(row | {"images": ["cat.png"]})
+    told = refusal(
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    )
+    assert "line 1 is a row of another format: ShareGPT. `lorikeet datasets convert" in told
+    system = {"role": "system", "content": "Be kind."}
+    good = [row | {"system": "s"}, {"messages": [system, answer]}]
+    content = "\n".join(map(json.dumps, good)).encode()
+    client.files.delete(client.files.create(file=("r.jsonl", content), purpose="fine-tune").id)
+
+
 def test_expiry_is_told_and_kept(site: Site) -> None:
     client = site.client()
     file = upload(site, expires_after={"anchor": "created_at", "seconds": 3600})

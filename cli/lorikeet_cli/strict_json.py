@@ -1,0 +1,1 @@
+../../contract/strict_json.py
