@@ -467,7 +467,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--suite", choices=["targets", "precision"])
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--precision", choices=PRECISIONS, help="one of a suite's; default: bf16")
     parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
     parser.add_argument("--batch", type=int, default=64)
@@ -504,7 +504,9 @@ def main() -> None:
     cases = list(suites[arguments.suite]()) if arguments.suite else [*bases, case]
     host = provenance(arguments.device)
     print(json.dumps(host), flush=True)
-    names = PRECISIONS if arguments.suite == "precision" else [arguments.precision]
+    names = [arguments.precision or "bf16"]
+    if arguments.suite == "precision" and arguments.precision is None:
+        names = list(PRECISIONS)
     done: list[dict[str, Any]] = []
     for name in names:
         bench = Bench(

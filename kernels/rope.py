@@ -104,10 +104,10 @@ def _rope_kernel(
     low = tl.load(qkv_ptr + place, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(qkv_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALES:
-        scale = tl.load(row_scale_ptr + rows, mask=live, other=0.0)[:, None]
+        row_scale = tl.load(row_scale_ptr + rows, mask=live, other=0.0)[:, None]
         columns = column_scale_ptr + head * D + d
-        low *= scale * tl.load(columns, mask=d < HALF, other=0.0)[None, :]
-        high *= scale * tl.load(columns + HALF, mask=d < HALF, other=0.0)[None, :]
+        low *= row_scale * tl.load(columns, mask=d < HALF, other=0.0)[None, :]
+        high *= row_scale * tl.load(columns + HALF, mask=d < HALF, other=0.0)[None, :]
     if HAS_DELTA:
         low += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
         high += tl.load(delta_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
