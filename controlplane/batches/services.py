@@ -65,14 +65,12 @@ def batch_create(
 
 
 def batches_list() -> QuerySet[Batch]:
-    """Return the tenant's batches that the caller may see.
-
-    Those of models that its key may name; of several models, or before that is known, its own.
-    """
+    """Return the tenant's batches that the caller may see: for a bound key those of its models,
+    and those that it made."""
     bounds = current_bounds()
     if bounds is None:
         return Batch.objects.all()
-    return Batch.objects.allowed() | Batch.objects.filter(model="", api_key_id=bounds.key_id)
+    return Batch.objects.allowed() | Batch.objects.filter(api_key_id=bounds.key_id)
 
 
 def batch_get(public_id: str) -> Batch:

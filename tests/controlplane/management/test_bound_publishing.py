@@ -22,7 +22,7 @@ from controlplane.files.services import files_list
 from controlplane.requestlog.models import CapturedRequest
 from controlplane.tenancy.model_scope import Bounds, allows_model, model_scope
 from controlplane.tenancy.scoping import new_id, tenant_scope
-from controlplane.training import captured_rows, versions
+from controlplane.training import services, versions
 from controlplane.training.contents import Rows
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_user, assert_error
@@ -175,7 +175,7 @@ def test_captured_requests_are_the_keys_models_alone(
         raise InterruptedError
 
     # The store is not asked: what would be stored is enough.
-    monkeypatch.setattr(captured_rows.services, "rows_store", keep)
+    monkeypatch.setattr(services, "rows_store", keep)
     client = bound_to(acme, "others")
     with pytest.raises(InterruptedError):
         _ask(client, "post", "/datasets/own/from-captured")
@@ -193,7 +193,7 @@ def _captured_of(world: World) -> str:
     return world.ids["/api/v1/captured-requests/{request_id}"]
 
 
-def test_batches_of_several_models_are_their_keys_own(acme: Party, world: World) -> None:
+def test_a_key_sees_the_batches_of_its_models_and_its_own(acme: Party, world: World) -> None:
     with tenant_scope(acme.tenant.id):
         common = {"endpoint": "/v1/completions", "expires_at": timezone.now()}
         Batch.objects.create(input_file_id=new_id(), api_key=acme.api_key, model="", **common)
