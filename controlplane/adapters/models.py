@@ -68,6 +68,8 @@ class BaseModel(models.Model):
 class Adapter(TenantModel):
     """A named LoRA adapter; its name is what requests put in `model`."""
 
+    MODEL_FIELD = "name"
+
     class PromotionPolicy(models.TextChoices):
         """What happens to a version that becomes ready while another one is live."""
 
@@ -107,6 +109,8 @@ class Adapter(TenantModel):
 class Promotion(TenantModel):
     """One change of an adapter's live version: what, who, when and why. Never changed."""
 
+    MODEL_FIELD = "adapter__name"
+
     class Cause(models.TextChoices):
         FIRST = "first", "nothing was live when it became ready"
         POLICY = "policy", "the adapter's policy is immediate"
@@ -143,6 +147,8 @@ class AdapterVersion(TenantModel):
     uploading -> uploaded -> validating -> ready | rejected, and ready -> retired. Every move is a
     compare-and-set.
     """
+
+    MODEL_FIELD = "adapter__name"
 
     class Status(models.TextChoices):
         UPLOADING = "uploading"
@@ -273,6 +279,8 @@ class AdapterVersion(TenantModel):
 class VersionUpload(TenantModel):
     """The multipart upload of one file of a version; it ends with the version's staging area."""
 
+    MODEL_FIELD = "version__adapter__name"
+
     version = models.ForeignKey(AdapterVersion, on_delete=models.CASCADE, related_name="uploads")
     #: adapter_config.json or adapter_model.safetensors.
     file = models.CharField(max_length=32)
@@ -311,6 +319,8 @@ class AdapterInspection(TenantModel):
 
     While `is_held`, its version stays `validating` until the probe agrees or rejects it.
     """
+
+    MODEL_FIELD = "version__adapter__name"
 
     class Status(models.TextChoices):
         WAITING = "waiting", "its turn has not come yet"
@@ -355,6 +365,8 @@ class AdapterInspection(TenantModel):
 
 class VersionImport(TenantModel):
     """The work of fetching an import's files; the row goes with its secrets when that has ended."""
+
+    MODEL_FIELD = "version__adapter__name"
 
     version = models.OneToOneField(AdapterVersion, on_delete=models.CASCADE, related_name="+")
     #: What must not be read from the database alone: see `adapters.import_sources`.

@@ -20,6 +20,7 @@ from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest
 from controlplane.outbox.models import EventType
 from controlplane.outbox.services import publish
+from controlplane.tenancy.model_scope import check_named
 
 MAX_REASON_CHARS = 500
 #: A rollback looks at so many of the newest promotions for a version to go back to.
@@ -105,9 +106,14 @@ def promotion_policy_set(
 
 
 def lock(adapter_id: uuid.UUID) -> Adapter:
-    """Return the adapter; other changes of what is live wait for the end of the transaction."""
+    """Return the adapter; other changes of what is live wait for the end of the transaction.
+
+    Raises PermissionDenied for a key that may name a version of it, but not the adapter.
+    """
     rows = Adapter.objects.select_for_update(of=("self",)).select_related("live_version")
-    return rows.get(pk=adapter_id)
+    adapter = rows.get(pk=adapter_id)
+    check_named(adapter.name, "name")
+    return adapter
 
 
 def ready_apply(adapter: Adapter, version: AdapterVersion) -> None:

@@ -47,6 +47,7 @@ from controlplane.errors import (
 )
 from controlplane.infra import storage
 from controlplane.limits import quotas
+from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
 
 MAX_TENSORS_BYTES = uploads.MAX_TENSORS_BYTES
@@ -121,6 +122,7 @@ def adapter_get(*, name: str) -> Adapter:
 
 def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
     """Return the version of this adapter with this number. Raises NotFound."""
+    check_named(f"{name}@{number}", "name")
     version = None
     if is_slug(name) and number <= MAX_NUMBER:
         versions = AdapterVersion.objects.filter(adapter__name=name, number=number)
@@ -354,6 +356,7 @@ def checks_waiting() -> int:
 
 
 def _find(name: str) -> Adapter | None:
+    check_named(name, "name")
     if not is_slug(name):
         return None
     return Adapter.objects.filter(name=name).select_related("base_model", "live_version").first()
@@ -361,6 +364,7 @@ def _find(name: str) -> Adapter | None:
 
 def _adapter(name: str, base_model_name: str | None, description: str) -> Adapter:
     """Return a checked adapter that is not saved yet."""
+    check_named(name, "name")
     if not is_slug(name):
         raise InvalidRequest(SLUG_RULE, param="name")
     if len(description) > 500:

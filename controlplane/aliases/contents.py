@@ -34,11 +34,13 @@ class Part:
     version: int | None = None
     weight: float = 1.0
 
+    @property
+    def model(self) -> str:
+        """What requests put in `model` for this adapter or version."""
+        return self.adapter if self.version is None else f"{self.adapter}@{self.version}"
+
     def __str__(self) -> str:
-        at = "" if self.version is None else f"@{self.version}"
-        return (
-            f"{self.adapter}{at}" if self.weight == 1.0 else f"{self.weight:g}*{self.adapter}{at}"
-        )
+        return self.model if self.weight == 1.0 else f"{self.weight:g}*{self.model}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from controlplane.tenants.models import slug_validator
 class Alias(TenantModel):
     """A name that requests put in `model`; it comes before an adapter of the same name."""
 
+    MODEL_FIELD = "name"
+
     name = models.CharField(max_length=63, validators=[slug_validator])
     #: The number of the revision that holds now; changed by compare-and-set alone.
     revision_number = models.PositiveIntegerField(default=1)
@@ -35,6 +37,8 @@ class Alias(TenantModel):
 
 class AliasRevision(TenantModel):
     """What an alias means: its targets, and the defaults of requests. Never changed."""
+
+    MODEL_FIELD = "alias__name"
 
     class Cause(models.TextChoices):
         CREATED = "created", "the alias was made"
@@ -89,6 +93,8 @@ class AliasRevision(TenantModel):
 class AliasPart(TenantModel):
     """One adapter of a target: a target with several is their weighted sum."""
 
+    MODEL_FIELD = "revision__alias__name"
+
     class Target(models.TextChoices):
         PRIMARY = "primary"
         CANARY = "canary"
@@ -125,6 +131,8 @@ class TargetCount(TenantModel):
     Written in the transaction that settles the requests, so each counts once.
     """
 
+    MODEL_FIELD = "revision__alias__name"
+
     revision = models.ForeignKey(AliasRevision, on_delete=models.CASCADE, related_name="counts")
     target = models.CharField(max_length=16, choices=AliasPart.Target)
     requests = models.PositiveBigIntegerField(default=0)
@@ -160,6 +168,8 @@ _COUNTED = [field.name for field in dataclasses.fields(Counts)]
 
 class Ramp(TenantModel):
     """A plan by which an alias's canary gets more and more requests; an alias has one at most."""
+
+    MODEL_FIELD = "alias__name"
 
     class State(models.TextChoices):
         RUNNING = "running", "runs"

@@ -28,6 +28,7 @@ from controlplane.aliases.models import Alias, AliasPart, AliasRevision, Ramp
 from controlplane.audit.origin import current_origin
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ def ramp_start(
 ) -> Ramp:
     """Begin a ramp with its first step; it replaces an earlier one.
 
-    Raises InvalidRequest that names the step, Conflict without a canary.
+    Raises InvalidRequest that names the step, Conflict without a canary, PermissionDenied if the
+    end makes a version of an adapter live that the caller may not name.
     """
     planned = _checked(steps)
     if at_end not in Ramp.AtEnd.values:
@@ -96,6 +98,9 @@ def ramp_start(
     alias = services.alias_ramp(
         alias=alias, percent=planned[0]["percent"], reason=reason, if_revision=if_revision
     )
+    going = services.live_canary(contents_of(services.revision_get(alias=alias)))
+    if going is not None and at_end == Ramp.AtEnd.PROMOTE:
+        check_named(going.adapter, "at_end")  # at the end nobody's key is checked
     origin = current_origin()
     ramp, _ = Ramp.objects.update_or_create(
         alias=alias,

@@ -9,6 +9,7 @@ from controlplane.aliases.contents import Contents, Part, Target
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision
 from controlplane.audit.origin import current_origin
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.tenancy.model_scope import check_named
 
 Cause = AliasRevision.Cause
 Status = AdapterVersion.Status
@@ -21,9 +22,15 @@ def targets_find(
 
     before  what the current revision says: its primary, and a canary that nobody gets, may stay
             though they can no longer answer; else nothing of the alias could be changed
-    Raises InvalidRequest for targets that do not exist or do not go together, Conflict for a
-    version that cannot answer.
+    Raises PermissionDenied for what the caller may not name and the alias does not name already,
+    InvalidRequest for targets that do not exist or do not go together, Conflict for a version that
+    cannot answer.
     """
+    known = {part.model for part in before.parts} if before is not None else set()
+    for field, parts in (("primary", contents.primary), ("canary", contents.canary)):
+        for part in parts:
+            if part.model not in known:
+                check_named(part.model, field)
     names = {part.adapter for part in contents.parts}
     rows = Adapter.objects.select_for_update(of=("self",)).filter(name__in=names)
     found = {

@@ -25,6 +25,7 @@ from controlplane.aliases.models import Alias, AliasRevision, is_current
 from controlplane.aliases.revisions import revision_store, targets_find
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, is_slug
 
 #: Of one tenant.
@@ -40,6 +41,7 @@ Cause = AliasRevision.Cause
 
 def alias_get(*, name: str) -> Alias:
     """Return the alias of this name. Raises NotFound."""
+    check_named(name, "name")
     alias = Alias.objects.filter(name=name).first() if is_slug(name) else None
     if alias is None:
         raise NotFound("There is no such alias.")
@@ -65,6 +67,7 @@ def alias_create(*, name: str, contents: Contents, reason: str = "") -> Alias:
     Its name is free, or that of an adapter: then each target must have a part of this adapter.
     Raises InvalidRequest, Conflict for a taken name or a version that is not ready.
     """
+    check_named(name, "name")
     _check_reason(reason)
     if not is_slug(name):
         raise InvalidRequest(SLUG_RULE, param="name")
@@ -132,17 +135,21 @@ def canary_promote(*, alias: Alias, reason: str = "", if_revision: int | None = 
     def change(current: AliasRevision) -> _Change:
         contents = contents_of(current)
         _check_has_canary(alias, contents)
-        [*_, primary], [*_, canary] = contents.primary, contents.canary
-        new, version = contents.canary, None
-        is_live_primary = contents.primary == (Part(adapter=primary.adapter),)
-        if is_live_primary and contents.canary == (
-            Part(adapter=primary.adapter, version=canary.version),
-        ):
-            new, version = contents.primary, canary.version
+        going = live_canary(contents)
+        new = contents.canary if going is None else contents.primary
+        version = None if going is None else going.version
         new_contents = dataclasses.replace(contents, primary=new, canary=(), canary_percent=0)
         return _Change(new_contents, Cause.CANARY_PROMOTED, goes_live=version)
 
     return _switch(alias, change, reason, if_revision)
+
+
+def live_canary(contents: Contents) -> Part | None:
+    """Return the version that becomes live with the promotion of the canary; None: none does."""
+    [*_, primary], [*_, canary] = contents.primary, contents.canary
+    is_live_primary = contents.primary == (Part(adapter=primary.adapter),)
+    is_same = contents.canary == (Part(adapter=primary.adapter, version=canary.version),)
+    return canary if is_live_primary and is_same else None
 
 
 def canary_remove(*, alias: Alias, reason: str = "", if_revision: int | None = None) -> Alias:
@@ -214,6 +221,8 @@ def adapter_release(*, adapter: Adapter) -> None:
     for alias in Alias.objects.select_for_update().order_by("pk"):
         parts = revision_get(alias=alias).parts.all()
         targets = {part.target for part in parts if part.adapter_id == adapter.pk}
+        if targets:
+            check_named(alias.name, "force")
         if Target.PRIMARY in targets:
             alias_delete(alias=alias)
         elif targets:

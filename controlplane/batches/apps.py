@@ -14,6 +14,14 @@ class BatchesConfig(AppConfig):
 
         metrics.READINGS["batches"] = readings.batches
         services.READERS.append(_input_files)
+        services.MADE_OF_MODELS.append(_made_files)
+
+
+def _made_files() -> list[QuerySet[Any, Any]]:
+    """Ids of the files of the batches that the caller may see."""
+    from controlplane.batches.services import batches_list
+
+    return [batches_list().values(name) for name in ("output_file_id", "error_file_id")]
 
 
 def _input_files() -> QuerySet[Any, Any]:

@@ -21,6 +21,8 @@ class Batch(PublicIdModel):
     Its runner has a lease on the row (`leases`), with `fence` as its fencing token.
     """
 
+    MODEL_FIELD = "model"
+
     PREFIX = "batch_"
 
     class Status(models.TextChoices):

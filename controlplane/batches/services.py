@@ -6,6 +6,7 @@ import datetime as dt
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.audit.services import record
@@ -14,6 +15,7 @@ from controlplane.batches.models import Batch
 from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
 from controlplane.files.models import Purpose
 from controlplane.files.services import file_get
+from controlplane.tenancy.model_scope import current_bounds
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
 
@@ -62,10 +64,19 @@ def batch_create(
     return batch
 
 
+def batches_list() -> QuerySet[Batch]:
+    """Return the tenant's batches that the caller may see: for a bound key those of its models,
+    and those that it made."""
+    bounds = current_bounds()
+    if bounds is None:
+        return Batch.objects.all()
+    return Batch.objects.allowed() | Batch.objects.filter(api_key_id=bounds.key_id)
+
+
 def batch_get(public_id: str) -> Batch:
     """Return the batch of this id. Raises NotFound."""
     pk = parse_id(Batch.PREFIX, public_id)
-    batch = Batch.objects.filter(pk=pk).first() if pk else None
+    batch = batches_list().filter(pk=pk).first() if pk else None
     if batch is None:
         raise NotFound("There is no such batch.")
     return batch

@@ -19,7 +19,7 @@ from controlplane.aliases import services as aliases
 from controlplane.aliases.protection import adapter_users
 from controlplane.audit.services import record, recorded_at_end
 from controlplane.errors import Conflict
-from controlplane.training import saved_states, sources
+from controlplane.training import saved_states, sources, versions
 from controlplane.training import services as training
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 
@@ -68,6 +68,7 @@ def dataset_delete(*, dataset: Dataset, is_forced: bool = False) -> None:
     with transaction.atomic():
         # `training_run_enqueue` locks it too: no run begins between the check and the deletion.
         dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
+        versions.check_users(dataset.name)
         _end_users(f"The dataset {dataset.name}", schedules, runs, is_forced)
         before = {
             "name": dataset.name,

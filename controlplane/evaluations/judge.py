@@ -20,6 +20,7 @@ from controlplane.infra import outbound
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
 from controlplane.infra.outbound import Bounds, CallFailed
 from controlplane.infra.outbound_policy import Refused
+from controlplane.tenancy.model_scope import check_unbound
 from controlplane.tenants.models import is_slug, slug_validator
 
 MAX_JUDGES = 20
@@ -27,6 +28,7 @@ _PURPOSE = b"judge key"
 _KEY = re.compile(r"[!-~]{0,500}")
 _BOUNDS = Bounds(connect_s=5.0, total_s=60.0, max_bytes=256 * 1024)
 _MARK = re.compile(r"-?\d+(?:\.\d+)?")
+_SHARED = "Suites of all models share the judges."
 DEFAULT_RUBRIC = "Is the answer correct and complete?"
 _ASK = """You give marks to answers. {rubric}
 
@@ -70,6 +72,7 @@ def judge_get(*, name: str, param: str | None = None) -> Judge:
 @transaction.atomic
 def judge_set(*, name: str, url: str, model: str, api_key: str = "") -> Judge:
     """Make or replace a judge. Raises InvalidRequest for an address that may not be called."""
+    check_unbound(_SHARED)
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
     url = url.rstrip("/")
@@ -93,6 +96,7 @@ def judge_set(*, name: str, url: str, model: str, api_key: str = "") -> Judge:
 @transaction.atomic
 def judge_delete(*, judge: Judge) -> None:
     """Delete a judge; runs that still need it fail."""
+    check_unbound(_SHARED)
     record("deleted", judge, before={"name": judge.name, "url": judge.url})
     judge.delete()
 

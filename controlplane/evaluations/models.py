@@ -90,6 +90,8 @@ class Evaluation(TenantModel):
     work, which has the keys of judges.
     """
 
+    MODEL_FIELD = "model"
+
     class Status(models.TextChoices):
         QUEUED = "queued"
         RUNNING = "running"
@@ -145,6 +147,8 @@ class Evaluation(TenantModel):
 class Result(TenantModel):
     """What a model made of one case."""
 
+    MODEL_FIELD = "evaluation__model"
+
     evaluation = models.ForeignKey(Evaluation, on_delete=models.CASCADE, related_name="results")
     case = models.ForeignKey(Case, on_delete=models.CASCADE, related_name="+")
     output = models.TextField(blank=True)
@@ -175,6 +179,8 @@ class BatchScores(TenantModel):
     It is deleted with the version or the suite; an adapter has a few.
     """
 
+    MODEL_FIELD = "version__adapter__name"
+
     version = models.OneToOneField(
         AdapterVersion, on_delete=models.CASCADE, related_name="batch_scores"
     )
@@ -195,6 +201,8 @@ class BatchScores(TenantModel):
 
 class GateDecision(TenantModel):
     """The gate of one version: its two evaluations, and what followed from them."""
+
+    MODEL_FIELD = "version__adapter__name"
 
     class Status(models.TextChoices):
         WAITING = "waiting", "its evaluations run"

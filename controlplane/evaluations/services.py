@@ -38,7 +38,7 @@ Status = Evaluation.Status
 
 def evaluation_get(*, evaluation_id: uuid.UUID, param: str | None = None) -> Evaluation:
     """Return an evaluation with its suite. Raises NotFound."""
-    rows = Evaluation.objects.select_related("suite_version__suite")
+    rows = Evaluation.objects.allowed().select_related("suite_version__suite")
     found = rows.filter(pk=evaluation_id).first()
     if found is None:
         raise NotFound("There is no such evaluation.", param=param)

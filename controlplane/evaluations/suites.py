@@ -24,6 +24,7 @@ from controlplane.infra import storage
 from controlplane.infra.characters import can_be_written
 from controlplane.infra.locks import lock_until_commit
 from controlplane.requestlog import services as requestlog
+from controlplane.tenancy.model_scope import check_unbound, may_name
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug, slug_validator
 from controlplane.training import contents
@@ -84,6 +85,7 @@ def suite_version_create(
         raise InvalidRequest(f"A suite's cases can have {MAX_BYTES} bytes.", param="cases")
     with transaction.atomic():
         lock_until_commit(f"suites {current_tenant_id()}")
+        _check_users(name)
         suite = Suite.objects.filter(name=name).first()
         _check_room(suite, num_bytes)
         is_new = suite is None
@@ -122,6 +124,13 @@ def suite_case_add(*, name: str, case: CaseFields, created_by: User | None = Non
     return suite_version_create(
         name=name, cases=[*known, case], origin=origin, created_by=created_by
     )
+
+
+def _check_users(name: str) -> None:
+    """Raise PermissionDenied if the gate of a model that the caller may not name uses a suite."""
+    users = Adapter.objects.filter(gate__suite=name)
+    if not all(may_name(user) for user in users.values_list("name", flat=True)):
+        check_unbound("The gate of another model uses this suite.", "name")
 
 
 def _check_room(suite: Suite | None, num_bytes: int) -> None:
@@ -267,13 +276,16 @@ def suite_delete(*, suite: Suite) -> None:
     Decisions that the gate made with it stay.
     """
     lock_until_commit(f"suites {current_tenant_id()}")
+    _check_users(suite.name)
+    evaluations = Evaluation.objects.filter(suite_version__suite=suite)
+    if evaluations.exclude(pk__in=Evaluation.objects.allowed()).exists():
+        check_unbound("Another model was evaluated on this suite.")
     users = Adapter.objects.filter(gate__suite=suite.name).order_by("name")
     if names := list(users.values_list("name", flat=True)[:5]):
         raise Conflict(
             f"The gate of {', '.join(names)} uses the suite {suite.name}.", code="in_use"
         )
-    active = Evaluation.objects.filter(suite_version__suite=suite, status__in=Evaluation.ACTIVE)
-    if active.exists():
+    if evaluations.filter(status__in=Evaluation.ACTIVE).exists():
         raise Conflict("The suite is being run. Cancel its evaluations first.", code="in_use")
     record("deleted", suite, before={"name": suite.name, "versions": suite.versions.count()})
     suite.delete()

@@ -22,9 +22,10 @@ from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.files import contents
 from controlplane.files.contents import FileWriter
-from controlplane.files.models import File, Purpose, Upload, UploadPart
+from controlplane.files.models import MADE, File, Purpose, Upload, UploadPart
 from controlplane.infra import storage
 from controlplane.limits import quotas
+from controlplane.tenancy.model_scope import current_bounds
 from controlplane.tenancy.public_ids import parse_id
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
 #: Functions that return the ids of files, in the current scope, that accepted work still reads.
 #: Their bytes stay until that ends; then the sweep removes them. Apps register theirs here.
 READERS: list[Callable[[], QuerySet[Any, Any]]] = []
+
+#: Functions that return the ids of files that the platform made for models which the caller may
+#: name: one query for each kind of file. Apps register theirs here.
+MADE_OF_MODELS: list[Callable[[], list[QuerySet[Any, Any]]]] = []
 
 
 def is_read() -> Q:
@@ -83,9 +88,19 @@ def undone_on_failure(*undo: Callable[[], None]) -> Iterator[None]:
 
 
 def files_list() -> QuerySet[File]:
-    """Return the tenant's files that are ready and have not expired."""
+    """Return the tenant's files that are ready and have not expired.
+
+    Of those that the platform makes, only those of models that the caller may name.
+    """
     is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
-    return File.objects.filter(is_current, status=File.Status.READY)
+    rows = File.objects.filter(is_current, status=File.Status.READY)
+    if current_bounds() is None:
+        return rows
+    is_allowed = ~Q(purpose__in=MADE)
+    for made_of_models in MADE_OF_MODELS:
+        for ids in made_of_models():
+            is_allowed |= Q(pk__in=ids)
+    return rows.filter(is_allowed)
 
 
 def file_get(public_id: str, *, param: str | None = None) -> File:

@@ -1,11 +1,23 @@
+from typing import Any
+
 from django.apps import AppConfig
+from django.db.models import QuerySet
 
 
 class FineTuningConfig(AppConfig):
     name = "controlplane.fine_tuning"
 
     def ready(self) -> None:
+        from controlplane.files.services import MADE_OF_MODELS
         from controlplane.fine_tuning.results import result_file_make
         from controlplane.training.execution import BEFORE_SUCCESS
 
         BEFORE_SUCCESS.append(result_file_make)
+        MADE_OF_MODELS.append(_made_files)
+
+
+def _made_files() -> list[QuerySet[Any, Any]]:
+    """Ids of the files of the jobs that the caller may see."""
+    from controlplane.fine_tuning.services import jobs_list
+
+    return [jobs_list().values("result_file_id")]

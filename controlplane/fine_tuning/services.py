@@ -15,6 +15,7 @@ from controlplane.errors import ApiError, InvalidRequest, NotFound
 from controlplane.fine_tuning.dataset_files import take_over, training_file_get
 from controlplane.fine_tuning.warm_start import Start, start_of
 from controlplane.limits import quotas
+from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
 from controlplane.training import events, services, size
@@ -47,7 +48,7 @@ class JobForm:
 def jobs_list() -> QuerySet[TrainingRun]:
     """Return the tenant's runs with what a job shows of them."""
     related = ("adapter__base_model", "dataset", "tenant", "version")
-    return TrainingRun.objects.select_related(*related)
+    return TrainingRun.objects.allowed().select_related(*related)
 
 
 def job_get(public_id: str) -> TrainingRun:
@@ -66,6 +67,7 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
     RateLimited when the tenant has too many runs, Unavailable when the store does not answer.
     """
     start = start_of(principal, form.model)
+    adapter_name = _adapter_name(form, start)
     with _own_names(form):
         given = _given(form, start)
         services.validation_check(form.validation_file is not None, given)
@@ -83,7 +85,7 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
         size.check_rows(num_rows)
         size.check(hyperparameters, num_rows)
         run = services.training_run_enqueue(
-            adapter=services.adapter_for(_adapter_name(form, start), start.base_model.name),
+            adapter=services.adapter_for(adapter_name, start.base_model.name),
             dataset=None,
             hyperparameters=hyperparameters,
             created_by=principal.user,
@@ -102,10 +104,14 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
 
 
 def _adapter_name(form: JobForm, start: Start) -> str:
-    if form.suffix is not None:
-        return form.suffix
-    if start.version is not None:
-        return start.version.adapter.name
+    """Return the name of the adapter to train. Raises PermissionDenied."""
+    name = form.suffix
+    if name is None and start.version is not None:
+        name = start.version.adapter.name
+    if name is not None:
+        check_named(name, "suffix")
+        return name
+    check_unbound("Without a suffix the adapter gets a new name.", "suffix")
     return f"ft-{uuid.uuid4().hex[:12]}"
 
 

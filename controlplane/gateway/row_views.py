@@ -26,9 +26,8 @@ from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
 from controlplane.infra.threads import query_in_thread
 from controlplane.rest.views import RowAPIView
-from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import idempotency
-from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.auth import Permission, Principal, caller_scope
 from controlplane.tenants.models import IdempotencyRecord
 
 _T = TypeVar("_T")
@@ -38,11 +37,11 @@ _B = TypeVar("_B", bound=Body)
 def as_caller(
     request: HttpRequest, principal: Principal, work: Callable[[], _T]
 ) -> Callable[[], _T]:
-    """Return `work` so that it runs in the caller's tenant scope and is audited as the caller's."""
+    """Return `work` so that it runs in the caller's scope and is audited as the caller's."""
 
     def run() -> _T:
         request.user = principal  # type: ignore[assignment]  # as Django REST framework does
-        with tenant_scope(principal.tenant.id), request_origin(request, request_id_of(request)):
+        with caller_scope(principal), request_origin(request, request_id_of(request)):
             return work()
 
     return run
@@ -87,7 +86,7 @@ class _GatewaySchema(AutoSchema):  # type: ignore[misc]
 
 
 class GatewayAPIView(RowAPIView):
-    """A view of rows that runs in its caller's tenant scope.
+    """A view of rows that runs in its caller's scope.
 
     `permissions` names the methods that there are, and what each needs.
     """

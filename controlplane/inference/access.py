@@ -26,16 +26,16 @@ from controlplane.adapters.resolution import (
 )
 from controlplane.aliases.models import AliasPart
 from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like
-from controlplane.errors import ApiError, InvalidRequest, NotFound, PermissionDenied
+from controlplane.errors import ApiError, InvalidRequest, NotFound
 from controlplane.inference.alias_defaults import AliasDefaults, defaults_of
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import NO_LIMITS, Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy import epochs
+from controlplane.tenancy.model_scope import allows_model, refusal
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
-from controlplane.tenants.key_rules import allows_model
 
 _CACHE_MAX_MODELS = 10_000
 #: Of the defaults of aliases that are kept with names.
@@ -252,11 +252,7 @@ def check_named(principal: Principal, name: str, param: str = "model") -> None:
     Call it before the model is looked up, so that the answer does not tell whether it exists.
     """
     if not may_name(principal, name):
-        raise PermissionDenied(
-            f"This API key may not use the model `{name[:200]}`.",
-            param=param,
-            code="model_not_allowed",
-        )
+        raise refusal(name, param)
 
 
 def _check(principal: Principal, selector: ModelSelector) -> None:

@@ -23,6 +23,8 @@ class RateLimit(TenantModel):
     the model's.
     """
 
+    MODEL_FIELD = "model"
+
     #: The fields that limit.
     RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 

@@ -16,6 +16,7 @@ from controlplane.audit.services import record
 from controlplane.errors import from_validation
 from controlplane.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.limits.models import Budget, RateLimit
+from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay
@@ -102,6 +103,8 @@ def rate_limit_set(
     limits  by the names of `RateLimit.RATES`; those not named do not limit
     Raises InvalidRequest for an invalid value.
     """
+    if model:
+        check_named(model, "model")
     row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
     before = _audit_fields(row) if row else None
     row = row or RateLimit(api_key_id=api_key_id, model=model)

@@ -233,7 +233,7 @@ class AdaptersView(TenantAPIView):
     @extend_schema("adapters_list", PAGE_PARAMETERS, responses=page_of(AdapterSerializer))
     def get(self, request: Request) -> Response:
         """List the tenant's adapters, newest first."""
-        rows = Adapter.objects.select_related("base_model", "live_version")
+        rows = Adapter.objects.allowed().select_related("base_model", "live_version")
         return page(request, rows, AdapterSerializer)
 
     @extend_schema(request=AdapterCreateSerializer, responses={201: AdapterSerializer})
@@ -308,7 +308,7 @@ class AdapterHistoryView(TenantAPIView):
     def get(self, request: Request, name: str) -> Response:
         """List the changes of the adapter's live version: who, when, why; newest first."""
         adapter = services.adapter_get(name=name)
-        rows = Promotion.objects.filter(adapter=adapter).select_related("adapter")
+        rows = Promotion.objects.allowed().filter(adapter=adapter).select_related("adapter")
         return page(request, rows, PromotionSerializer)
 
 
@@ -319,7 +319,7 @@ class VersionsView(TenantAPIView):
     def get(self, request: Request, name: str) -> Response:
         """List the adapter's versions, newest first."""
         adapter = services.adapter_get(name=name)
-        rows = AdapterVersion.objects.filter(adapter=adapter)
+        rows = AdapterVersion.objects.allowed().filter(adapter=adapter)
         rows = rows.select_related("adapter", "inspection").defer(*LARGE)
         return page(request, rows, VersionSerializer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from django.db.models import Prefetch
@@ -15,7 +15,6 @@ from rest_framework.response import Response
 from controlplane.aliases import services
 from controlplane.aliases.contents import MAX_PARTS, MAX_WEIGHT, Contents, Part, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, is_current
-from controlplane.inference.access import check_named
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.canaries import GuardSerializer, GuardSetField
 from controlplane.management.fields import ChoiceField
@@ -28,7 +27,7 @@ from controlplane.queue.residency import (
 )
 from controlplane.rest.fields import DescribedField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
-from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenants.auth import Permission
 
 _PART = {
     "type": "object",
@@ -238,16 +237,6 @@ def _contents(body: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _check_named(principal: Principal, name: str, said: Mapping[str, Any]) -> None:
-    """Raise PermissionDenied for a key that may not name the alias or what it is to mean."""
-    check_named(principal, name, "name")
-    for field in ("primary", "canary"):
-        parts: Iterable[Part] = said.get(field, ())
-        for part in parts:
-            at = "" if part.version is None else f"@{part.version}"
-            check_named(principal, f"{part.adapter}{at}", field)
-
-
 def _answer(alias: Alias) -> Response:
     return Response(AliasDetailSerializer(services.revision_get(alias=alias)).data)
 
@@ -261,19 +250,17 @@ def _switched(alias: Alias, prefetched: Prefetched | None, status: int = 200) ->
 class _AliasAPIView(TenantAPIView):
     permissions: ClassVar = dict.fromkeys(("POST", "PATCH", "DELETE"), Permission.ADAPTERS_WRITE)
 
-    def alias(self, name: str, said: Mapping[str, Any] | None = None) -> Alias:
-        """Return the alias to be changed."""
-        _check_named(self.principal, name, said or {})
-        return services.alias_get(name=name)
-
 
 class AliasesView(_AliasAPIView):
     @extend_schema("aliases_list", PAGE_PARAMETERS, responses=page_of(AliasSerializer))
     def get(self, request: Request) -> Response:
         """List the tenant's aliases, newest first."""
-        current = AliasRevision.objects.filter(is_current()).defer("json_schema", "system_prompt")
+        current = AliasRevision.objects.allowed().filter(is_current())
+        current = current.defer("json_schema", "system_prompt")
         current = current.select_related("alias", "base_model").prefetch_related("parts")
-        rows = Alias.objects.prefetch_related(Prefetch("revisions", current, to_attr="current"))
+        rows = Alias.objects.allowed().prefetch_related(
+            Prefetch("revisions", current, to_attr="current")
+        )
         return page(request, rows, _AliasRowSerializer)
 
     @extend_schema(request=AliasCreateSerializer, responses={201: AliasSwitchedSerializer})
@@ -285,7 +272,6 @@ class AliasesView(_AliasAPIView):
         """
         body = AliasCreateSerializer.parsed(request)
         said = _contents(body)
-        _check_named(self.principal, body["name"], said)
         contents = Contents(**said).checked()
         prefetched = before_alias_switch(contents.parts)
         alias = services.alias_create(name=body["name"], contents=contents, reason=body["reason"])
@@ -308,7 +294,7 @@ class AliasView(_AliasAPIView):
         """
         body = AliasChangeSerializer.parsed(request)
         said = _contents(body)
-        found = self.alias(name, said)
+        found = services.alias_get(name=name)
         prefetched = before_alias_switch((*said.get("primary", ()), *said.get("canary", ())))
         alias = services.alias_change(
             alias=found,
@@ -322,7 +308,7 @@ class AliasView(_AliasAPIView):
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
         """Delete the alias with its revisions. If an adapter has its name, that means it again."""
-        services.alias_delete(alias=self.alias(name))
+        services.alias_delete(alias=services.alias_get(name=name))
         return Response(status=204)
 
 
@@ -330,7 +316,7 @@ class AliasRevisionsView(_AliasAPIView):
     @extend_schema("alias_revisions", PAGE_PARAMETERS, responses=page_of(AliasRevisionSerializer))
     def get(self, request: Request, name: str) -> Response:
         """List the alias's revisions: what, who, when, why; newest first."""
-        rows = AliasRevision.objects.filter(alias=services.alias_get(name=name))
+        rows = AliasRevision.objects.allowed().filter(alias=services.alias_get(name=name))
         rows = rows.select_related("alias", "base_model").prefetch_related("parts")
         return page(request, rows, AliasRevisionSerializer)
 
@@ -353,7 +339,7 @@ class AliasRollbackView(_AliasAPIView):
         version of it cannot answer any more.
         """
         body = AliasRollbackSerializer.parsed(request)
-        found, number = self.alias(name), body["revision"]
+        found, number = services.alias_get(name=name), body["revision"]
         prefetched = before_alias_rollback(found, number)
         alias = services.alias_roll_back(
             alias=found, number=number, reason=body["reason"], if_revision=body["if_revision"]
@@ -369,7 +355,7 @@ class AliasRampView(_AliasAPIView):
         A higher percent moves callers from the primary to the canary, and none back.
         """
         body = AliasRampSerializer.parsed(request)
-        found = self.alias(name)
+        found = services.alias_get(name=name)
         prefetched = before_canary(found) if body["percent"] else None
         alias = services.alias_ramp(
             alias=found,
@@ -389,7 +375,7 @@ class AliasPromoteCanaryView(_AliasAPIView):
         this version becomes live.
         """
         body = AliasActionSerializer.parsed(request)
-        found = self.alias(name)
+        found = services.alias_get(name=name)
         prefetched = before_canary(found)
         alias = services.canary_promote(
             alias=found, reason=body["reason"], if_revision=body["if_revision"]

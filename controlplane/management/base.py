@@ -18,8 +18,7 @@ from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenie
 from controlplane.infra import finite_json
 from controlplane.infra.request_lines import note
 from controlplane.rest.views import RowAPIView
-from controlplane.tenancy.scoping import tenant_scope
-from controlplane.tenants.auth import Permission, Principal, authorize
+from controlplane.tenants.auth import Permission, Principal, authorize, caller_scope
 from controlplane.tenants.models import IdempotencyRecord
 
 MAX_BODY_BYTES = 256 * 1024
@@ -70,7 +69,7 @@ class ManagementAPIView(RowAPIView):
 
 
 class TenantAPIView(ManagementAPIView):
-    """A view that runs in its caller's tenant scope, from authentication to the rendered answer.
+    """A view that runs in its caller's scope, from authentication to the rendered answer.
 
     `permissions` names what each method needs; reading needs READ. A method that writes and is
     not named there is refused to everybody.
@@ -80,7 +79,7 @@ class TenantAPIView(ManagementAPIView):
 
     def check_permissions(self, request: Request) -> None:
         super().check_permissions(request)
-        self._scope.enter_context(tenant_scope(self.principal.tenant.id))
+        self._scope.enter_context(caller_scope(self.principal))
         note(request._request, **self.principal.log_fields)
         method = (request.method or "").upper()
         if not hasattr(self, method.lower()):

@@ -13,10 +13,9 @@ from rest_framework.response import Response
 from controlplane.aliases import ramps, services
 from controlplane.aliases.comparison import Comparison, compare
 from controlplane.aliases.guards import guard_parse
-from controlplane.aliases.models import Alias, Ramp
+from controlplane.aliases.models import Ramp
 from controlplane.aliases.verdict import BOUNDS, LATENCIES, RATES, Counts, Guard
 from controlplane.errors import Conflict
-from controlplane.inference.access import check_named
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
 from controlplane.queue.residency import before_canary
@@ -242,14 +241,7 @@ def _target(counts: Counts, found: Comparison) -> dict[str, Any]:
     return {"requests": counts.requests, **rates, **medians}
 
 
-class _RampAPIView(TenantAPIView):
-    def alias(self, name: str) -> Alias:
-        """Return the alias to be changed, if the key may name it."""
-        check_named(self.principal, name, "name")
-        return services.alias_get(name=name)
-
-
-class RampView(_RampAPIView):
+class RampView(TenantAPIView):
     permissions: ClassVar = {
         "PUT": Permission.ADAPTERS_WRITE,
         "DELETE": Permission.ADAPTERS_WRITE,
@@ -268,7 +260,7 @@ class RampView(_RampAPIView):
         the alias.
         """
         body = RampSetSerializer.parsed(request)
-        alias = self.alias(name)
+        alias = services.alias_get(name=name)
         before_canary(alias)
         ramp = ramps.ramp_start(
             alias=alias,
@@ -282,25 +274,25 @@ class RampView(_RampAPIView):
     @extend_schema(responses={200: RampSerializer})
     def delete(self, request: Request, name: str) -> Response:
         """Stop the ramp; the canary keeps its share."""
-        ramp = ramps.ramp_cancel(alias=self.alias(name))
+        ramp = ramps.ramp_cancel(alias=services.alias_get(name=name))
         return Response(RampSerializer(ramp).data)
 
 
-class RampPauseView(_RampAPIView):
+class RampPauseView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
 
     @extend_schema(request=None, responses=RampSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Let the current step last until the ramp is resumed."""
-        ramp = ramps.ramp_pause(alias=self.alias(name))
+        ramp = ramps.ramp_pause(alias=services.alias_get(name=name))
         return Response(RampSerializer(ramp).data)
 
 
-class RampResumeView(_RampAPIView):
+class RampResumeView(TenantAPIView):
     permissions: ClassVar = {"POST": Permission.ADAPTERS_WRITE}
 
     @extend_schema(request=None, responses=RampSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Go on with a paused ramp; the minutes of the current step begin again."""
-        ramp = ramps.ramp_resume(alias=self.alias(name))
+        ramp = ramps.ramp_resume(alias=services.alias_get(name=name))
         return Response(RampSerializer(ramp).data)

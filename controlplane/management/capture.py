@@ -18,6 +18,7 @@ from controlplane.requestlog import capture, captured
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy
 from controlplane.requestlog.sealing import Unreadable
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
+from controlplane.tenancy.model_scope import may_name
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training.captured_rows import dataset_from_captured
 
@@ -36,11 +37,14 @@ _FILTERS = [
 
 class CapturePolicySerializer(serializers.ModelSerializer[CapturePolicy]):
     object = serializers.CharField(default="capture", read_only=True)
-    shares = serializers.DictField(child=serializers.FloatField(), help_text=_SHARES_HELP)
+    shares = serializers.SerializerMethodField(help_text=_SHARES_HELP)
 
     class Meta:
         model = CapturePolicy
         fields = ("object", "share", "shares", "days", "max_rows", "max_bytes")
+
+    def get_shares(self, policy: CapturePolicy) -> dict[str, float]:
+        return {model: share for model, share in policy.shares.items() if may_name(model)}
 
 
 class CapturePolicySetSerializer(StrictSerializer):

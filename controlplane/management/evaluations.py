@@ -317,7 +317,7 @@ class EvaluationsView(_EvaluationAPIView):
     @extend_schema("evaluations_list", PAGE_PARAMETERS, responses=page_of(EvaluationSerializer))
     def get(self, request: Request) -> Response:
         """List the tenant's evaluations, newest first."""
-        rows = Evaluation.objects.select_related("suite_version__suite")
+        rows = Evaluation.objects.allowed().select_related("suite_version__suite")
         return page(request, rows, EvaluationSerializer)
 
     @extend_schema(request=EvaluationCreateSerializer, responses={201: EvaluationSerializer})
@@ -374,7 +374,7 @@ class EvaluationResultsView(_EvaluationAPIView):
     def get(self, request: Request, evaluation_id: uuid.UUID) -> Response:
         """List the results of an evaluation's cases, the last one first."""
         evaluation = services.evaluation_get(evaluation_id=evaluation_id)
-        rows = Result.objects.filter(evaluation=evaluation).select_related("case")
+        rows = Result.objects.allowed().filter(evaluation=evaluation).select_related("case")
         return page(request, rows, ResultSerializer)
 
 

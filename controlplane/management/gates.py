@@ -56,8 +56,8 @@ class VersionGateView(TenantAPIView):
     def get(self, request: Request, name: str, number: int) -> Response:
         """Return what the gate found and did with a version. 404 if there was no gate."""
         version = adapter_version_get(name=name, number=number)
-        rows = GateDecision.objects.select_related("version__adapter", "suite_version__suite")
-        found = rows.filter(version=version).first()
+        rows = GateDecision.objects.allowed().filter(version=version)
+        found = rows.select_related("version__adapter", "suite_version__suite").first()
         if found is None:
             raise NotFound("The version was not compared by a gate.")
         return Response(GateSerializer(found).data)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -154,7 +155,7 @@ class LimitsView(TenantAPIView):
     @extend_schema("limits_list", PAGE_PARAMETERS, responses=page_of(LimitSerializer))
     def get(self, request: Request) -> Response:
         """List the limits of the tenant, of keys and of models."""
-        return page(request, RateLimit.objects.select_related("api_key"), LimitSerializer)
+        return page(request, _limits(), LimitSerializer)
 
     @extend_schema("limits_set", request=LimitSetSerializer, responses=LimitSerializer)
     def put(self, request: Request) -> Response:
@@ -194,7 +195,7 @@ class LimitView(TenantAPIView):
 
     @staticmethod
     def _row(limit_id: uuid.UUID) -> RateLimit:
-        row = RateLimit.objects.select_related("api_key").filter(pk=limit_id).first()
+        row = _limits().filter(pk=limit_id).first()
         if row is None:
             raise NotFound("There is no such limit.")
         return row
@@ -251,6 +252,12 @@ class QuotaView(TenantAPIView):
     def get(self, request: Request) -> Response:
         """Return the tenant's quotas and their use. The operator sets quotas."""
         return Response(QuotaSerializer(quotas.quota_state()).data)
+
+
+def _limits() -> QuerySet[RateLimit]:
+    """Return the limits for all models, and those of models that the caller may name."""
+    rows = RateLimit.objects.filter(model="") | RateLimit.objects.allowed()
+    return rows.select_related("api_key")
 
 
 def _key_id(by: Principal, public_id: str | None) -> Any:

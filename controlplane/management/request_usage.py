@@ -42,7 +42,7 @@ class RequestUsageView(TenantAPIView):
         """Return the usage of one request; 404 until it has ended."""
         record = None
         if len(request_id) <= MAX_ID_CHARS and "\0" not in request_id:
-            record = UsageRecord.objects.filter(request_id=request_id).first()
+            record = UsageRecord.objects.allowed().filter(request_id=request_id).first()
         if record is None:
             raise NotFound("There is no such request, or it has not ended.")
         return Response(RequestUsageSerializer(record).data)

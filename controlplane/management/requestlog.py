@@ -155,7 +155,7 @@ class RequestsView(TenantAPIView):
     )
     def get(self, request: Request) -> Response:
         """List the tenant's requests that have ended, newest first."""
-        rows = _with_content(InferenceRequest.objects.all())
+        rows = _with_content(InferenceRequest.objects.allowed())
         for name, (lookup, read, _) in _FILTERS.items():
             wanted = request.query_params.get(name)
             if wanted is None:
@@ -178,7 +178,7 @@ class RequestView(TenantAPIView):
     @extend_schema(responses=InferenceRequestSerializer)
     def get(self, request: Request, request_id: str) -> Response:
         row = services.request_get(request_id=request_id)
-        shown = _with_content(InferenceRequest.objects.filter(pk=row.pk)).get()
+        shown = _with_content(InferenceRequest.objects.allowed().filter(pk=row.pk)).get()
         return Response(InferenceRequestSerializer(shown).data)
 
 

@@ -61,7 +61,8 @@ class ResidencyView(TenantAPIView):
         names the newest 512 adapters of its memory and of its disk; others count as cold.
         """
         adapter = services.adapter_get(name=name)
-        rows = AdapterVersion.objects.filter(adapter=adapter, status=AdapterVersion.Status.READY)
+        rows = AdapterVersion.objects.allowed()
+        rows = rows.filter(adapter=adapter, status=AdapterVersion.Status.READY)
         rows = rows.select_related("adapter__base_model")
         newest = list(rows.order_by("-number")[:MAX_VERSIONS])
         live_id = adapter.live_version_id

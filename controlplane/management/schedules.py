@@ -53,7 +53,8 @@ class ScheduleRunsView(TenantAPIView):
         The newest 200 are kept, for 90 days.
         """
         schedule = schedule_get(adapter=adapter_get(name=name))
-        rows = ScheduleRun.objects.filter(schedule=schedule).select_related("training_run")
+        rows = ScheduleRun.objects.allowed().filter(schedule=schedule)
+        rows = rows.select_related("training_run")
         return page(request, rows, ScheduleRunSerializer)
 
 

@@ -254,7 +254,7 @@ class TrainingRunsView(TenantAPIView):
     )
     def get(self, request: Request) -> Response:
         """List the tenant's training runs, newest first."""
-        rows = TrainingRun.objects.select_related(*_RELATED)
+        rows = TrainingRun.objects.allowed().select_related(*_RELATED)
         adapter = request.query_params.get("adapter")
         if adapter is not None:
             rows = rows.filter(adapter=adapter_get(name=adapter))
@@ -276,7 +276,7 @@ class TrainingRunsView(TenantAPIView):
 
 
 def _run(run_id: uuid.UUID) -> TrainingRun:
-    rows = TrainingRun.objects.select_related(*_RELATED)
+    rows = TrainingRun.objects.allowed().select_related(*_RELATED)
     run = rows.filter(pk=run_id).first()
     if run is None:
         raise NotFound("There is no such training run.")

@@ -113,7 +113,7 @@ def morning_of(until: dt.datetime | None = None, *, adapter: str | None = None) 
     """
     until = until or timezone.now()
     since = until - NIGHT
-    rows = ScheduleRun.objects.filter(slot__gt=since, slot__lte=until)
+    rows = ScheduleRun.objects.allowed().filter(slot__gt=since, slot__lte=until)
     if adapter is not None:
         rows = rows.filter(schedule__adapter__name=adapter)
     related = ("schedule__adapter", "schedule__dataset", "training_run__version")

@@ -30,6 +30,7 @@ from controlplane.aliases.services import revision_before, revision_get
 from controlplane.errors import Unavailable
 from controlplane.infra.redis_client import redis_client
 from controlplane.queue.workers import WorkerStatus, read_workers, workers
+from controlplane.tenancy.model_scope import may_name
 
 log = logging.getLogger(__name__)
 
@@ -185,9 +186,14 @@ def before_switch(version: AdapterVersion | None) -> Prefetched | None:
 def before_alias_switch(parts: Iterable[Part]) -> Prefetched | None:
     """Have the workers load what an alias's next revision names: see `prefetched`.
 
-    Returns None if nothing that it names is ready; storing the revision says why. Call it outside
+    Returns None if nothing that it names is ready, or may be named by the caller; storing the
+    revision says why. Call it outside
     of transactions, in the tenant's scope.
     """
+    return _prefetched_parts(part for part in parts if may_name(part.model))
+
+
+def _prefetched_parts(parts: Iterable[Part]) -> Prefetched | None:
     found = _ready(parts)
     if len({version.adapter.base_model_id for version in found}) != 1:
         return None
@@ -207,7 +213,7 @@ def before_alias_rollback(alias: Alias, number: int | None) -> Prefetched | None
 
 def before_canary(alias: Alias) -> Prefetched | None:
     """Have the workers load an alias's canary, which is about to get more requests."""
-    return before_alias_switch(contents_of(revision_get(alias=alias)).canary)
+    return _prefetched_parts(contents_of(revision_get(alias=alias)).canary)
 
 
 def _ready(parts: Iterable[Part]) -> list[AdapterVersion]:

@@ -97,8 +97,10 @@ def _check_number(name: str, value: float, least: float, most: float) -> None:
 
 
 def _audit_fields(policy: CapturePolicy) -> dict[str, Any]:
-    names = ("share", "shares", "days", "max_rows", "max_bytes")
-    return {name: getattr(policy, name) for name in names}
+    names = ("share", "days", "max_rows", "max_bytes")
+    # A list: the trail refuses fields called `token` or `secret`, which models may be called.
+    shares = sorted(policy.shares.items())
+    return {"shares": shares} | {name: getattr(policy, name) for name in names}
 
 
 def rules_of_all() -> dict[uuid.UUID, CaptureRule]:

@@ -24,6 +24,7 @@ from controlplane.requestlog import sealing
 from controlplane.requestlog.capture import CaptureRule, capture_policy
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy, Feedback, Rating
+from controlplane.tenancy.model_scope import current_bounds
 
 #: Of a corrected answer, as JSON.
 MAX_ANSWER_CHARS = 64 * 1024
@@ -55,7 +56,7 @@ class Filter:
     def rows(self) -> QuerySet[CapturedRequest]:
         """Return the rows that have not expired, newest first."""
         oldest = timezone.now() - dt.timedelta(days=capture_policy().days)
-        rows = CapturedRequest.objects.filter(created_at__gte=oldest)
+        rows = CapturedRequest.objects.allowed().filter(created_at__gte=oldest)
         if self.model is not None:
             rows = rows.filter(model=self.model)
         if self.after is not None:
@@ -302,7 +303,7 @@ def captures_delete(*, wanted: Filter) -> int:
 
     Without any bound the key goes, too: what a gateway adds meanwhile cannot be read.
     """
-    if wanted == Filter(only="any"):
+    if wanted == Filter(only="any") and current_bounds() is None:
         num = CapturedRequest.objects.all().delete()[0]
         policy = CapturePolicy.objects.select_for_update().first()
         if policy is not None:

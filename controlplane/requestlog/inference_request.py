@@ -10,6 +10,8 @@ from controlplane.tenancy.scoping import TenantModel
 class InferenceRequest(TenantModel):
     """One request's parameters and result, without its prompt and its answer."""
 
+    MODEL_FIELD = "model"
+
     request_id = models.CharField(max_length=64, unique=True)
     api_key_id = models.UUIDField(null=True)
     model = models.CharField(max_length=200)

@@ -99,6 +99,8 @@ class Rating(models.TextChoices):
 class CapturedRequest(TenantModel):
     """A chat's prompt, tools and answer, encrypted with the tenant's key, to train on."""
 
+    MODEL_FIELD = "model"
+
     request_id = models.CharField(max_length=64, unique=True)
     #: As the request named it.
     model = models.CharField(max_length=200)
@@ -127,6 +129,8 @@ class CapturedRequest(TenantModel):
 
 class Feedback(TenantModel):
     """What somebody thought of a request's answer; a later one replaces it."""
+
+    MODEL_FIELD = "model"
 
     request_id = models.CharField(max_length=64)
     model = models.CharField(max_length=200)

@@ -16,6 +16,7 @@ from controlplane.errors import InvalidRequest, NotFound
 from controlplane.requestlog import sealing
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RequestContent
+from controlplane.tenancy.model_scope import current_bounds
 from controlplane.tenancy.scoping import all_tenants
 
 Content = LogPolicy.Content
@@ -178,11 +179,17 @@ def content_delete(*, request_id: str) -> None:
 
 def _find_content(request_id: str) -> RequestContent:
     row = None
-    if "\0" not in request_id:
+    if "\0" not in request_id and _is_allowed(request_id):
         row = RequestContent.objects.filter(request_id=request_id).first()
     if row is None:
         raise _no_words()
     return row
+
+
+def _is_allowed(request_id: str) -> bool:
+    """Return whether the caller may name a request's model; its log line says which that is."""
+    lines = InferenceRequest.objects.allowed()
+    return current_bounds() is None or lines.filter(request_id=request_id).exists()
 
 
 def _no_words() -> NotFound:
@@ -193,7 +200,7 @@ def request_get(*, request_id: str) -> InferenceRequest:
     """Return the log line of a request that has ended. Raises NotFound."""
     row = None
     if "\0" not in request_id:
-        row = InferenceRequest.objects.filter(request_id=request_id).first()
+        row = InferenceRequest.objects.allowed().filter(request_id=request_id).first()
     if row is None:
         raise NotFound("There is no such request, or it has not ended.")
     return row

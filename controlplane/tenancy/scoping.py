@@ -20,6 +20,7 @@ from django.http import HttpRequest
 from uuid_utils.compat import uuid7
 
 from controlplane.tenancy.middleware import Middleware
+from controlplane.tenancy.model_scope import allowed_pattern
 from controlplane.tenancy.scope import ALL, current
 
 
@@ -115,9 +116,19 @@ class TenantManager(models.Manager[_M]):
             return queryset
         return queryset.filter(tenant_id=scope)
 
+    def allowed(self) -> models.QuerySet[_M]:
+        """Return those of the rows whose model the caller's key may name: see `model_scope`."""
+        field = self.model.MODEL_FIELD  # type: ignore[attr-defined]
+        assert field is not None, f"{self.model.__name__} rows are of no model"
+        pattern, rows = allowed_pattern(), self.get_queryset()
+        return rows if pattern is None else rows.filter(**{f"{field}__regex": pattern})
+
 
 class TenantModel(models.Model):
     """A row that belongs to one tenant."""
+
+    #: The path to the name of the model that a row is of (an adapter, an alias); None: of none.
+    MODEL_FIELD: ClassVar[str | None] = None
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
     tenant = models.ForeignKey("tenants.Tenant", on_delete=models.CASCADE, related_name="+")

@@ -9,10 +9,11 @@ request's session; `authorize` is the only place that compares permissions.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime as dt
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from django.db.models import Q, QuerySet
@@ -23,10 +24,12 @@ from rest_framework.request import Request
 
 from controlplane.errors import ApiError, AuthenticationFailed, PermissionDenied
 from controlplane.tenancy import epochs
-from controlplane.tenancy.scoping import all_tenants
+from controlplane.tenancy.model_scope import Bounds, model_scope
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, pepper_change
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import ApiKey, Membership, Role, Tenant, User
+from controlplane.tenants.permissions import OF_ALL_MODELS
 from controlplane.tenants.permissions import Permission as Permission
 from controlplane.tenants.roles import PERMISSIONS as PERMISSIONS
 from controlplane.tenants.second_factor import check_second_factor
@@ -85,7 +88,21 @@ def authorize(principal: Principal, permission: Permission) -> None:
     """Return if the principal has the permission. Raises PermissionDenied if not."""
     if permission not in principal.permissions:
         whose = "This API key" if principal.api_key else f"The role {principal.role.value}"
-        raise PermissionDenied(f"{whose} does not have the permission {permission.value}.")
+        why = ""
+        if principal.api_key and principal.api_key.allowed_models and permission in OF_ALL_MODELS:
+            why = " It concerns all models, and the key has allowed_models."
+        raise PermissionDenied(f"{whose} does not have the permission {permission.value}.{why}")
+
+
+@contextlib.contextmanager
+def caller_scope(principal: Principal) -> Iterator[None]:
+    """Act for a caller: in their tenant, and on the models that their key may name."""
+    api_key = principal.api_key
+    bounds = None
+    if api_key is not None and api_key.allowed_models:
+        bounds = Bounds(tuple(api_key.allowed_models), api_key.pk)
+    with tenant_scope(principal.tenant.id), model_scope(bounds):
+        yield
 
 
 def authorize_grant(principal: Principal, permissions: Iterable[str]) -> None:
@@ -285,8 +302,9 @@ def _check_key(api_key: ApiKey, address: str) -> Principal:
 
 
 def key_permissions(api_key: ApiKey) -> frozenset[Permission]:
-    """Return what a key can do: its scopes, as far as its owner's role allows them."""
-    return frozenset(map(Permission, api_key.scopes)) & PERMISSIONS[_key_role(api_key)]
+    """Return what a key can do: its scopes, as far as its owner's role and its models allow."""
+    found = frozenset(map(Permission, api_key.scopes)) & PERMISSIONS[_key_role(api_key)]
+    return found - OF_ALL_MODELS if api_key.allowed_models else found
 
 
 def _key_role(api_key: ApiKey) -> Role:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 
 from controlplane.errors import InvalidRequest
+from controlplane.tenancy.model_scope import allows_model
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
 
 #: The most allowed models, and the most allowed addresses.
@@ -34,12 +35,6 @@ class KeyRules:
             allowed_models=_models(self.allowed_models),
             allowed_ips=_networks(self.allowed_ips),
         )
-
-
-def allows_model(allowed: Iterable[str], name: str) -> bool:
-    """Return whether a list of models allows `name`: `invoices` allows `invoices@3`, too."""
-    allowed = tuple(allowed)
-    return not allowed or name in allowed or name.partition("@")[0] in allowed
 
 
 def allows_address(allowed: Iterable[str], address: str) -> bool:

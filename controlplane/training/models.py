@@ -188,6 +188,7 @@ class TrainingRun(PublicIdModel):
 
     #: Of its id in /v1/fine_tuning/jobs; /api/v1 has the plain UUID.
     PREFIX = "ftjob-"
+    MODEL_FIELD = "adapter__name"
 
     class Status(models.TextChoices):
         QUEUED = "queued"
@@ -282,11 +283,6 @@ class TrainingRun(PublicIdModel):
     def __str__(self) -> str:
         return f"{self.id} {self.status}"
 
-    @property
-    def dataset_key(self) -> str:
-        """S3 key of the rows if nothing was appended to them; see `contents.pieces`."""
-        return dataset_key(self.tenant_id, self.dataset_sha256)
-
 
 class TrainingEvent(PublicIdModel):
     """Something that happened to a run, or the metrics of a step: see `training.events`.
@@ -295,6 +291,7 @@ class TrainingEvent(PublicIdModel):
     """
 
     PREFIX = "ftevent-"
+    MODEL_FIELD = "run__adapter__name"
 
     class Level(models.TextChoices):
         INFO = "info"
@@ -323,6 +320,7 @@ class TrainingCheckpoint(TenantModel):
     It is deleted with its version or its run; at most `checkpoints` of a run's hyperparameters.
     """
 
+    MODEL_FIELD = "run__adapter__name"
     run = models.ForeignKey(TrainingRun, on_delete=models.CASCADE, related_name="checkpoints")
     step = models.PositiveIntegerField()
     #: train_loss, and full_valid_loss if the step was validated.
@@ -349,6 +347,7 @@ class Schedule(TenantModel):
         RUN_ONCE = "run_once", "run once as soon as possible"
         SKIP = "skip", "wait for the next slot"
 
+    MODEL_FIELD = "adapter__name"
     adapter = models.OneToOneField(Adapter, on_delete=models.CASCADE, related_name="schedule")
     dataset = models.ForeignKey(Dataset, on_delete=models.RESTRICT, related_name="+")
     validation_dataset = models.ForeignKey(
@@ -405,6 +404,7 @@ class ScheduleRun(TenantModel):
         CLOCK = "clock"
         MANUAL = "manual", "run now"
 
+    MODEL_FIELD = "schedule__adapter__name"
     schedule = models.ForeignKey(Schedule, on_delete=models.CASCADE, related_name="runs")
     slot = models.DateTimeField()
     training_run = models.OneToOneField(

@@ -28,6 +28,7 @@ from controlplane.errors import (
 )
 from controlplane.infra import storage
 from controlplane.limits import quotas
+from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug
 from controlplane.training import (
@@ -406,6 +407,7 @@ def _next_run_at(cron_line: str, timezone_name: str) -> dt.datetime:
 
 def adapter_for(name: str, base_model_name: str | None) -> Adapter:
     """Return the adapter that a run trains, and make it if there is none. Raises ApiError."""
+    check_named(name, "adapter")
     adapter = None
     if is_slug(name):
         adapter = Adapter.objects.filter(name=name).select_related("base_model").first()

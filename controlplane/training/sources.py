@@ -16,6 +16,7 @@ from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra import outbound
 from controlplane.infra.outbound_policy import Refused
+from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenants.models import is_slug
 from controlplane.training import captured_rows, cron, pull_sources, versions
 from controlplane.training.models import DatasetPull, DatasetSource
@@ -49,6 +50,8 @@ def source_set(
     names the field, Conflict for too many sources.
     """
     versions.name_check(name)
+    versions.check_users(name)
+    _check_place(kind, place)
     if kind == DatasetSource.Kind.CAPTURED:
         captured_rows.source_filter(place)
     else:
@@ -60,6 +63,8 @@ def source_set(
             raise InvalidRequest(str(error), param="endpoint") from error
     next_pull_at = next_slot(cron_line, timezone_name)
     known = DatasetSource.objects.select_for_update().filter(name=name).first()
+    if known is not None:
+        _check_place(known.kind, known.place)
     if known is None and DatasetSource.objects.count() >= MAX_SOURCES:
         raise Conflict(f"A tenant can have at most {MAX_SOURCES} sources.", code="too_many_sources")
     is_same = known is not None and (known.kind, known.place) == (kind, dict(place))
@@ -81,6 +86,14 @@ def source_set(
     )
     record("created" if is_new else "changed", source, before=before, after=_fields(source))
     return source
+
+
+def _check_place(kind: str, place: Mapping[str, str]) -> None:
+    """Raise PermissionDenied if the caller may not name the model whose requests are captured."""
+    if kind == DatasetSource.Kind.CAPTURED and place.get("model"):
+        check_named(place["model"], "model")
+    elif kind == DatasetSource.Kind.CAPTURED:
+        check_unbound("Without a model it has the requests to all models.", "model")
 
 
 def _fields(source: DatasetSource) -> dict[str, Any]:
@@ -111,12 +124,15 @@ def source_get(*, name: str) -> DatasetSource:
     found = DatasetSource.objects.filter(name=name).first() if is_slug(name) else None
     if found is None:
         raise NotFound("The dataset has no source.")
+    _check_place(found.kind, found.place)
     return found
 
 
 @transaction.atomic
 def source_delete(*, source: DatasetSource) -> None:
     """Delete a source with its history; a pull that is under way changes nothing any more."""
+    versions.check_users(source.name)
+    _check_place(source.kind, source.place)
     record("deleted", source, before=_fields(source))
     source.delete()
 
@@ -127,6 +143,7 @@ def pull_request(*, source: DatasetSource) -> None:
 
     A schedule does this before it trains, and waits while `is_pulling`.
     """
+    versions.check_users(source.name)
     DatasetSource.objects.filter(pk=source.pk).update(next_pull_at=timezone.now())
     record("pull_requested", source)
     transaction.on_commit(pulls_send)

@@ -11,14 +11,22 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Q
 
 from contract.chat_rows import MAX_ROWS
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge
+from controlplane.tenancy.model_scope import check_unbound, may_name
 from controlplane.tenants.models import is_slug, slug_validator
 from controlplane.training import contents, reports
 from controlplane.training.contents import Rows
-from controlplane.training.models import Dataset, DatasetContent, DatasetVersion
+from controlplane.training.models import (
+    Dataset,
+    DatasetContent,
+    DatasetVersion,
+    Schedule,
+    TrainingRun,
+)
 
 Kind = DatasetVersion.Kind
 
@@ -32,6 +40,16 @@ def name_check(name: str) -> None:
         raise InvalidRequest(str(slug_validator.message), param="name")
 
 
+def check_users(name: str) -> None:
+    """Raise PermissionDenied if a model that the caller may not name is trained on a dataset."""
+    of_it = Q(dataset__name=name) | Q(validation_dataset__name=name)
+    schedules = Schedule.objects.filter(of_it).values_list("adapter__name", flat=True)
+    runs = TrainingRun.objects.filter(of_it, status__in=TrainingRun.ACTIVE)
+    users = [*schedules, *runs.values_list("adapter__name", flat=True)]
+    if not all(map(may_name, users)):
+        check_unbound("Another model is trained on this dataset.", "name")
+
+
 @transaction.atomic
 def version_add(*, name: str, rows: Rows, kind: Kind, appends: bool) -> Dataset:
     """Make these rows a dataset's next version, alone or behind its rows; and the dataset first.
@@ -40,6 +58,7 @@ def version_add(*, name: str, rows: Rows, kind: Kind, appends: bool) -> Dataset:
     a request may be repeated. Raises InvalidRequest, PayloadTooLarge when it would be too large.
     """
     name_check(name)
+    check_users(name)
     dataset = Dataset.objects.select_for_update().filter(name=name).first()
     fields = {"sha256": rows.sha256, "num_bytes": rows.num_bytes, "num_rows": rows.num_rows}
     if dataset is None:
@@ -67,6 +86,7 @@ def version_restore(*, dataset: Dataset, number: int) -> Dataset:
 
     Raises NotFound, Conflict when its rows were replaced and given up.
     """
+    check_users(dataset.name)
     dataset = Dataset.objects.select_for_update().get(pk=dataset.pk)
     _note_current(dataset)
     version = version_get(dataset, number)

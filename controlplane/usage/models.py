@@ -19,6 +19,8 @@ class UsageRecord(TenantModel):
     request have the same `occurred_at`, so that its uniqueness needs no index over all months.
     """
 
+    MODEL_FIELD = "model"
+
     request_id = models.CharField(max_length=64)
     api_key_id = models.UUIDField(null=True)
     model = models.CharField(max_length=200)
@@ -42,6 +44,8 @@ class UsageRecord(TenantModel):
 
 class UsageTotal(TenantModel):
     """Sums of usage records; written in the transaction that writes the records."""
+
+    MODEL_FIELD = "model"
 
     #: UTC.
     starts_at = models.DateTimeField()
@@ -80,6 +84,8 @@ class TrainingUsage(TenantModel):
     It has no reference to the run, which may be deleted.
     """
 
+    MODEL_FIELD = "adapter"
+
     run_id = models.UUIDField()
     attempt = models.PositiveIntegerField()
     adapter = models.CharField(max_length=63, blank=True)
@@ -114,7 +120,8 @@ def usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
     stop = dt.datetime.combine(end, dt.time(), dt.UTC) + dt.timedelta(days=1)
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     rows: Any = (
-        UsageDay.objects.filter(starts_at__gte=begin, starts_at__lt=stop)
+        UsageDay.objects.allowed()
+        .filter(starts_at__gte=begin, starts_at__lt=stop)
         .annotate(date=TruncDate("starts_at", tzinfo=dt.UTC))
         .values("date", "model")
         .annotate(**{f"sum_{name}": Sum(name) for name in names})

@@ -55,7 +55,8 @@ def training_usage_by_day(start: dt.date, end: dt.date) -> list[dict[str, Any]]:
     begin = dt.datetime.combine(start, dt.time(), dt.UTC)
     stop = dt.datetime.combine(end, dt.time(), dt.UTC) + dt.timedelta(days=1)
     rows: Any = (
-        TrainingUsage.objects.filter(occurred_at__gte=begin, occurred_at__lt=stop)
+        TrainingUsage.objects.allowed()
+        .filter(occurred_at__gte=begin, occurred_at__lt=stop)
         .annotate(date=TruncDate("occurred_at", tzinfo=dt.UTC))
         .values("date", "adapter", "base_model")
         .annotate(

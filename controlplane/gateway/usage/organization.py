@@ -172,13 +172,13 @@ def _rows(query: Query, stop: int, names: list[str]) -> list[dict[str, Any]]:
     span = (_moment(query.start), _moment(stop))
     totals = WIDTHS[query.width][1]
     found: QuerySet[Any] = (
-        UsageRecord.objects.filter(occurred_at__gte=span[0], occurred_at__lt=span[1]).annotate(
-            bucket=TruncMinute("occurred_at", tzinfo=dt.UTC)
-        )
+        UsageRecord.objects.allowed()
+        .filter(occurred_at__gte=span[0], occurred_at__lt=span[1])
+        .annotate(bucket=TruncMinute("occurred_at", tzinfo=dt.UTC))
         if totals is None
-        else totals.objects.filter(starts_at__gte=span[0], starts_at__lt=span[1]).annotate(
-            bucket=F("starts_at")
-        )
+        else totals.objects.allowed()
+        .filter(starts_at__gte=span[0], starts_at__lt=span[1])
+        .annotate(bucket=F("starts_at"))
     )
     return list(
         found.values("bucket", *names)

@@ -409,3 +409,11 @@ def test_the_setting_is_the_owners(acme: Party, client: Any) -> None:
     with tenant_scope(acme.tenant.pk):
         event = AuditEvent.objects.filter(action="capture_policy.changed").get()
     assert event.after["share"] == 0.5
+
+
+def test_a_model_may_be_called_token(acme: Party) -> None:
+    """The audit trail takes no field of this name, but a model's name is none."""
+    with tenant_scope(acme.tenant.pk):
+        capture_policy_set(share=0, shares={"token": 0.5}, days=1, max_rows=1, max_bytes=1 << 20)
+        event = AuditEvent.objects.get(action="capture_policy.changed")
+    assert event.after["shares"] == [["token", 0.5]]

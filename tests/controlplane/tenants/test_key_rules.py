@@ -10,9 +10,10 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from controlplane.errors import AuthenticationFailed, InvalidRequest, PermissionDenied
+from controlplane.tenancy.model_scope import allows_model
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, services
-from controlplane.tenants.key_rules import KeyRules, allows_address, allows_model
+from controlplane.tenants.key_rules import KeyRules, allows_address
 from controlplane.tenants.models import ApiKey, Role, User
 from controlplane.tenants.permissions import DEFAULT_SCOPES
 from tests.controlplane.conftest import Party, as_user, assert_error

@@ -377,7 +377,7 @@ def test_a_jobs_rows_are_its_tenants_own_and_go_when_it_has_ended(
 ) -> None:
     run = make_job(in_acme, file, suffix="greeter")
     key = dataset_key(in_acme.tenant.id, file.sha256)
-    assert run.dataset_key == key and storage.object_size(key) == len(ROWS)
+    assert run.dataset_sha256 == file.sha256 and storage.object_size(key) == len(ROWS)
     assert contents.num_bytes() == len(ROWS)  # it counts in the tenant's storage
     assert storage.object_size(dataset_key(globex.tenant.id, file.sha256)) is None
     with tenant_scope(globex.tenant.id):

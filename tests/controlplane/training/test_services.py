@@ -14,7 +14,7 @@ from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, Pa
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services
-from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 
@@ -32,7 +32,8 @@ def test_uploading_again_replaces_what_the_name_means_but_not_what_runs_read(
     again = services.dataset_upload(name="chats", content=ROWS * 2)
     assert (again.pk, again.num_rows) == (dataset.pk, 16)
     run.refresh_from_db()
-    assert storage.read_bytes(run.dataset_key, max_bytes=1 << 20) == ROWS
+    kept = dataset_key(run.tenant_id, run.dataset_sha256)
+    assert storage.read_bytes(kept, max_bytes=1 << 20) == ROWS
 
 
 @pytest.mark.parametrize(
