@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
-from contract.peft_config import HONOURED, MAX_PATTERNS, MAX_RANK, NEUTRAL
+from contract.peft_config import MAX_PATTERNS, MAX_RANK
+from contract.peft_fields import HONOURED, NEUTRAL
 from contract.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import Rejected
 from engine.adapters import plan
