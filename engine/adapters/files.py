@@ -24,7 +24,7 @@ from contract import peft_config, safetensors_header
 from contract.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
 from contract.safetensors_header import ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
 from engine.adapters.base_weights import BaseWeights
-from engine.adapters.config import MAX_CONFIG_BYTES, parse_config
+from engine.adapters.config import MAX_CONFIG_BYTES, check_config, parse_config
 from engine.adapters.fast_tiles import write_plain
 from engine.adapters.host_memory import HostPages
 from engine.adapters.host_values import clear
@@ -169,7 +169,11 @@ class AdapterReader:
         file_bytes = os.fstat(file.fileno()).st_size
         header = file.read(LENGTH_BYTES)
         header += file.read(min(int.from_bytes(header, "little"), ENGINE_MAX_BYTES))
-        tensors = parse_header(header, file_bytes)
+        try:
+            tensors = parse_header(header, file_bytes)
+        except AdapterMismatch:
+            check_config(config)  # what is wrong there may be why
+            raise
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         plan = plan_adapter(config, shapes, self._model, file_bytes)
         return _Start(plan, config_text, header, tensors)
