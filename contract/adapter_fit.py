@@ -250,7 +250,7 @@ class _Fitting:
         It writes these where it believes that the vocabulary was changed, or is told to.
         Source: get_peft_model_state_dict in peft/utils/save_and_load.py.
         """
-        size = (self._base.vocab, self._base.hidden)
+        size: Shape = (self._base.vocab, self._base.hidden)
         unchanged = {EMBEDDING, HEAD} - {module for module, _ in rows.shapes}
         found = {(module, part): size for module in unchanged for part in (BESIDE_LORA, MATRIX)}
         found |= {(each, part): size for each in rows.saved for part in (BESIDE_SAVED, SAVED_AGAIN)}

@@ -104,14 +104,16 @@ def read_settings(raw: Any, path: Path) -> Settings:
             f"{path}: fine_tune_type is full, so mlx-lm trained the whole model, which is no "
             "adapter. Train with --fine-tune-type lora or dora."
         )
-    given = raw.get("lora_parameters")
+    given: Any = raw.get("lora_parameters")
     if not isinstance(given, dict):
         raise CliError(f"{path} is no configuration of mlx-lm: it has no lora_parameters.")
     if kind not in ("lora", "dora"):
         raise CliError(f"{path}: fine_tune_type is {kind!r}, neither lora nor dora.")
     if unknown := given.keys() - _PARAMETERS:
         raise CliError(f"{path}: mlx-lm has no lora_parameters.{min(unknown)}. Remove the key.")
-    rank, scale, dropout = given.get("rank"), given.get("scale"), given.get("dropout", 0.0)
+    rank: Any = given.get("rank")
+    scale: Any = given.get("scale")
+    dropout: Any = given.get("dropout", 0.0)
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise CliError(f"{path}: lora_parameters.rank must be from 1 to {MAX_RANK}.")
     if type(scale) not in (int, float) or not 0 < scale < math.inf:

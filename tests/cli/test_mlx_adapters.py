@@ -21,7 +21,7 @@ from contract.base_shape import BaseShape
 from contract.upload_check import check_adapter
 from tests.cli.runner import Cli
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -32,7 +32,7 @@ SIZES = {
     "attention_bias": True,
 }
 #: A configuration as mlx-lm writes it, with the settings of the training.
-MLX = {
+MLX: dict[str, Any] = {
     "adapter_path": "adapters",
     "batch_size": 4,
     "fine_tune_type": "lora",
