@@ -141,7 +141,8 @@ _good_fields: dict[str, st.SearchStrategy[Any]] = {
     "corda_config": st.sampled_from([None, {}, {"corda_method": "kpm"}]),
     "layers_to_transform": st.sampled_from([None, 0, 1, [], [1], [0, 1]]),
     "lora_bias": st.booleans(),
-    "fan_in_fan_out": st.just(False),
+    "fan_in_fan_out": st.booleans(),
+    "auto_mapping": st.sampled_from([None, {"parent_library": "no.such"}]),
 }
 _scalars = st.one_of(
     st.none(),
