@@ -37,7 +37,7 @@ BASES: dict[str, dict[str, Any]] = {
 #: In these the upload is stricter, and in nothing else; docs/memory.md names them.
 STRICTER = (
     "target_modules", "exclude_modules", "layers_to_transform",
-    "lora_alpha", "alpha_pattern", "auto_mapping",
+    "lora_alpha", "alpha_pattern",
 )  # fmt: skip
 
 
