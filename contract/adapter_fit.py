@@ -7,31 +7,31 @@ for is there, and every shape fits.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from contract.adapter_problems import AdapterProblems, Problem, shown
 from contract.base_shape import EMBEDDING, HEAD, BaseShape
 from contract.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
+from contract.fit_causes import Faults, Shape, layers_problem, rank_problem, vocabulary_problem
 from contract.peft_config import FILE as CONFIG_FILE
 from contract.peft_config import SAVE_FIELD, TOKENS_FIELD, LoraConfig
 from contract.safetensors_header import FILE as TENSORS_FILE
-
-_TENSOR_NAME = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
-    r"(?P<linear>(?:self_attn|mlp)\.[a-z_]+)|model\.embed_tokens|lm_head)\."
-    r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.default)?(?P<leaf>\.weight|\.bias|)|(?P<rows>token_adapter\.trainable_tokens_delta)"
-    r"(?:\.default)?|(?P<base>base_layer\.)?weight)",
-    re.ASCII,
+from contract.tensor_names import (
+    BESIDE_LORA,
+    BESIDE_ROWS,
+    BESIDE_SAVED,
+    BIAS,
+    MAGNITUDE,
+    MATRIX,
+    PREFIX,
+    ROWS,
+    SAVED_AGAIN,
+    WHOLE,
+    Key,
+    key_of,
+    matrices,
+    name_problem,
 )
-# The tensors of a module: those of LoRA; one that is there whole, and some of its rows. PEFT
-# repeats the base's matrix beside an adapted embedding or head: whether the copy is the base's is
-# seen where the base is.
-_MAGNITUDE, _BIAS = "lora_magnitude_vector", "lora_B.bias"
-_MATRIX, _ROWS, _COPY = "weight", "token_adapter.trainable_tokens_delta", "base_layer.weight"
-Shape = tuple[int, ...]
-_Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,7 @@ class FittedAdapter:
     new_rows      modules with new rows, of some tokens or all -> the tensor
     token_ids     of those with some new rows: which
     copies        tensors that repeat a matrix of the base and must equal it -> the module
+    unread        tensors that PEFT writes a second time, and does not read
     is_tied       PEFT made the head's A and B from the embedding's; they must agree
     is_head_tied  the head takes the embedding's new rows; where both are in the file they agree
     draft_heads   see `contract.draft_heads`
@@ -70,6 +71,7 @@ class FittedAdapter:
     new_rows: Mapping[str, str]
     token_ids: Mapping[str, Shape]
     copies: Mapping[str, str]
+    unread: frozenset[str]
     is_tied: bool
     is_head_tied: bool
     draft_heads: tuple[DraftHead, ...] = ()
@@ -93,12 +95,12 @@ def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape
 class _NewRows:
     """The new rows that a config asks for over a base.
 
-    shapes        (module, _MATRIX or _ROWS) -> the shape of the tensor that must be there
+    shapes        (module, MATRIX or ROWS) -> the shape of the tensor that must be there
     saved         modules that are replaced whole, and so not adapted
     unadapted     modules over which LoRA, or at least DoRA, cannot lie
     """
 
-    shapes: Mapping[_Key, Shape]
+    shapes: Mapping[Key, Shape]
     token_ids: Mapping[str, Shape]
     saved: frozenset[str]
     unadapted: frozenset[str]
@@ -111,7 +113,9 @@ class _Fitting:
     def __init__(self, config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape) -> None:
         self._config, self._base = config, base
         self._shapes = {name: of for name, of in shapes.items() if not is_head_tensor(name)}
-        self._draft_heads, self._problems = fit_heads(shapes, base.hidden)
+        self._faults = Faults()
+        self._draft_heads, problems = fit_heads(shapes, base.hidden)
+        self._faults.add(*problems)
         self._modules = {module: layer for module, layer, _ in base.modules()}
         self._adapted = config.over(self._modules)
         self._is_tied = config.ensure_weight_tying and base.is_tied
@@ -122,35 +126,36 @@ class _Fitting:
         rows = self._new_rows()
         found = self._found()
         wanted = self._wanted(rows, found)
-        size = (self._base.vocab, self._base.hidden)
-        copied = {EMBEDDING, HEAD} - {module for module, _ in rows.shapes}
-        copies = {(module, part): size for module in copied for part in (_COPY, _MATRIX)}
-        for key, name in found.items():
-            shape = wanted.get(key) or rows.shapes.get(key, copies.get(key))
-            if shape is None:
-                self._refuse(key, name, wanted, rows)
-            elif self._shapes[name] != shape:
-                message = f"its shape is {list(self._shapes[name])}; {self._needs(*key)}"
-                self._complain_of(name, f"{message} {list(shape)}")
+        repeated = self._repeated(rows, wanted)
+        self._check_shapes(rows, found, wanted, {**repeated, **rows.shapes, **wanted})
         self._check_complete(wanted, rows, found)
-        if self._problems:
-            raise AdapterProblems(self._problems)
+        if problems := self._faults.problems:
+            raise AdapterProblems(problems)
         modules = dict.fromkeys(module for module, _ in wanted)
+        again = {key: found[key] for key in repeated if key in found}
         return FittedAdapter(
             matrices={module: self._matrix(module, found) for module in modules},
-            new_rows={key[0]: found[key] for key in rows.shapes},
+            new_rows={
+                **{key[0]: found[key] for key in rows.shapes},
+                **{module: name for (module, part), name in again.items() if part == ROWS},
+            },
             token_ids=rows.token_ids,
-            copies={found[key]: key[0] for key in copies if key in found},
+            copies={
+                name: module
+                for (module, part), name in again.items()
+                if part not in (SAVED_AGAIN, ROWS)
+            },
+            unread=frozenset(name for (_, part), name in again.items() if part == SAVED_AGAIN),
             is_tied=self._is_tied and HEAD in modules,
             is_head_tied=rows.is_head_tied,
             draft_heads=self._draft_heads,
         )
 
     def _complain(self, field: str, message: str) -> None:
-        self._problems.append(Problem(CONFIG_FILE, field, message))
+        self._faults.complain(field, message)
 
-    def _complain_of(self, name: str, message: str) -> None:
-        self._problems.append(Problem(TENSORS_FILE, shown(name), message))
+    def _complain_of(self, name: str, message: str, kind: str) -> None:
+        self._faults.complain_of(name, message, kind)
 
     def _check_targets(self) -> None:
         if not self._adapted.targets:
@@ -190,27 +195,26 @@ class _Fitting:
             if unknown is not None:
                 message = f"{shown(unknown)} is no token of the base model, which has {base.vocab}"
                 self._complain(TOKENS_FIELD, message)
-        shapes = {(module, _MATRIX): (base.vocab, base.hidden) for module in sorted(saved)}
-        shapes |= {(module, _ROWS): (len(ids), base.hidden) for module, ids in token_ids.items()}
+        shapes = {(module, MATRIX): (base.vocab, base.hidden) for module in sorted(saved)}
+        shapes |= {(module, ROWS): (len(ids), base.hidden) for module, ids in token_ids.items()}
         return _NewRows(shapes, token_ids, saved, frozenset(unadapted), is_head_tied)
 
-    def _found(self) -> dict[_Key, str]:
+    def _found(self) -> dict[Key, str]:
         """Return the tensors of the file that an adapter may have."""
-        found: dict[_Key, str] = {}
+        found: dict[Key, str] = {}
         for name in self._shapes:
-            key = _key(name)
+            key = key_of(name)
             if key is None and (medusa := medusa_problem(name)) is not None:
-                self._problems.append(medusa)
+                self._faults.add_alike(medusa, "medusa")
             elif key is None:
-                message = "it is not a tensor of LoRA or DoRA of a module that can be adapted"
-                self._complain_of(name, message)
+                self._complain_of(name, name_problem(name), "name")
             elif key in found:
-                self._complain_of(name, f"it repeats {found[key]}, under another name")
+                self._complain_of(name, f"it repeats {found[key]}, under another name", "twice")
             else:
                 found[key] = name
         return found
 
-    def _wanted(self, rows: _NewRows, found: Mapping[_Key, str]) -> dict[_Key, Shape]:
+    def _wanted(self, rows: _NewRows, found: Mapping[Key, str]) -> dict[Key, Shape]:
         """Return the tensors of every adapted module, and their shapes."""
         targets = self._adapted.targets
         if self._config.target_modules is None:  # what the file has is all that is said of them
@@ -219,101 +223,125 @@ class _Fitting:
         elif self._is_tied and HEAD in targets - rows.saved and EMBEDDING not in targets:
             message = "it names lm_head and not embed_tokens, to which ensure_weight_tying ties it"
             self._complain("target_modules", message)
-        wanted: dict[_Key, Shape] = {}
+        wanted: dict[Key, Shape] = {}
         for module, _, (width_in, width_out) in self._base.modules():
             # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
             named = EMBEDDING if self._is_tied and module == HEAD else module
             if module in rows.saved or named not in targets:
                 continue
-            rank, (a, b) = self._adapted.rank(module), _matrices(module)
+            rank, (a, b) = self._adapted.rank(module), matrices(module)
             wanted |= {(module, a): (rank, width_in), (module, b): (width_out, rank)}
             if self._config.use_dora:
-                wanted[module, _MAGNITUDE] = (width_out,)
+                wanted[module, MAGNITUDE] = (width_out,)
             if self._config.lora_bias:
-                wanted[module, _BIAS] = (width_out,)
+                wanted[module, BIAS] = (width_out,)
             if module in rows.unadapted:
                 message = f"it adapts {module}, whose rows trainable_token_indices replaces"
                 self._complain("target_modules", message)
         if not wanted and self._adapted.targets:
             self._complain("target_modules", "nothing is adapted: name a module to adapt")
-        if (EMBEDDING, _BIAS) in wanted:
+        if (EMBEDDING, BIAS) in wanted:
             self._complain("lora_bias", "it is not supported for embed_tokens")
         return wanted
 
+    def _repeated(self, rows: _NewRows, wanted: Mapping[Key, Shape]) -> dict[Key, Shape]:
+        """Return what PEFT may repeat: the base's matrices, what it saved, a tied head's rows.
+
+        It writes these where it believes that the vocabulary was changed, or is told to.
+        Source: get_peft_model_state_dict in peft/utils/save_and_load.py.
+        """
+        size: Shape = (self._base.vocab, self._base.hidden)
+        unchanged = {EMBEDDING, HEAD} - {module for module, _ in rows.shapes}
+        found = {(module, part): size for module in unchanged for part in (BESIDE_LORA, MATRIX)}
+        found |= {(each, part): size for each in rows.saved for part in (BESIDE_SAVED, SAVED_AGAIN)}
+        found |= {(module, BESIDE_ROWS): size for module in rows.token_ids}
+        has_head_lora = (HEAD, matrices(HEAD)[0]) in wanted
+        if rows.is_head_tied and EMBEDDING in rows.token_ids and not has_head_lora:
+            found |= {(HEAD, BESIDE_ROWS): size, (HEAD, ROWS): rows.shapes[EMBEDDING, ROWS]}
+        return found
+
+    def _check_shapes(
+        self,
+        rows: _NewRows,
+        found: Mapping[Key, str],
+        wanted: Mapping[Key, Shape],
+        needed: Mapping[Key, Shape],
+    ) -> None:
+        """Refuse tensors that should not be there, and those of another shape than needed."""
+        unfit = {}
+        for key, name in found.items():
+            if key not in needed:
+                self._refuse(key, name, wanted, rows)
+            elif self._shapes[name] != needed[key]:
+                unfit[key] = self._shapes[name]
+        other_vocabulary, explained = vocabulary_problem(unfit, needed)
+        other_rank, of_rank = rank_problem(unfit, needed, self._adapted)
+        self._faults.add_first(*filter(None, (other_vocabulary, other_rank)))
+        for key in [key for key in unfit if key not in explained | of_rank]:
+            message = f"its shape is {list(unfit[key])}; {self._needs(*key)} {list(needed[key])}"
+            self._complain_of(found[key], message, "shape")
+
     def _needs(self, module: str, part: str) -> str:
-        if part == _ROWS:
+        if part == ROWS:
             return "the base model and trainable_token_indices need"
-        if part in (_MATRIX, _COPY):
+        if part in WHOLE:
             return "the base model needs"
         return f"the base model and rank {self._adapted.rank(module)} need"
 
-    def _refuse(self, key: _Key, name: str, wanted: Mapping[_Key, Shape], rows: _NewRows) -> None:
+    def _refuse(self, key: Key, name: str, wanted: Mapping[Key, Shape], rows: _NewRows) -> None:
         """Say why a tensor should not be there."""
         module, part = key
         layer, _, linear = module.removeprefix("model.layers.").partition(".")
         if layer.isdecimal() and int(layer) >= self._base.num_layers:
             last = self._base.num_layers - 1
-            self._complain_of(name, f"it is of layer {layer}; the base model has 0 to {last}")
+            message = f"it is of layer {layer}; the base model has 0 to {last}"
+            self._complain_of(name, message, "layer")
         elif layer.isdecimal() and linear not in self._base.linears:
-            self._complain_of(name, f"the base model has no linear {shown(linear)}")
-        elif part == _ROWS:
-            self._complain_of(name, "trainable_token_indices does not name its module")
-        elif part in (_MATRIX, _COPY) or module in rows.saved:
-            self._complain_of(name, "it is of a module whose rows the adapter replaces")
-        elif (module, _matrices(module)[0]) in wanted:
-            field = "use_dora" if part == _MAGNITUDE else "lora_bias"
-            self._complain_of(name, f"it is there although {field} is off")
+            self._complain_of(name, f"the base model has no linear {shown(linear)}", "linear")
+        elif part in (ROWS, BESIDE_ROWS):
+            self._complain_of(name, f"{TOKENS_FIELD} does not name its module", part)
+        elif part in (SAVED_AGAIN, BESIDE_SAVED):
+            self._complain_of(name, f"{SAVE_FIELD} does not name its module", part)
+        elif part in WHOLE or module in rows.saved:
+            message = "it is of a module whose rows the adapter replaces: leave it out"
+            self._complain_of(name, message, "replaced")
+        elif (module, matrices(module)[0]) in wanted:
+            field = "use_dora" if part == MAGNITUDE else "lora_bias"
+            self._complain_of(name, f"it is there although {field} is off", field)
         else:
             message = f"it does not name the module of {shown(name)}, or exclude_modules does"
-            self._complain("target_modules", message)
+            self._faults.add_alike(Problem(CONFIG_FILE, "target_modules", message), "target")
 
     def _check_complete(
-        self, wanted: Mapping[_Key, Shape], rows: _NewRows, found: Mapping[_Key, str]
+        self, wanted: Mapping[Key, Shape], rows: _NewRows, found: Mapping[Key, str]
     ) -> None:
-        others = {key[0]: name for key, name in found.items() if key in wanted}
+        if self._shapes and not found:
+            return  # their names are wrong
+        there = {key[0] for key in found if key in wanted}
+        absent = dict.fromkeys(module for module, _ in wanted if module not in there)
+        if absent and (of_layers := layers_problem(absent, there, self._adapted, self._modules)):
+            self._faults.add(of_layers)
+        else:
+            for module in absent:
+                message = f"it asks for {module}, of which the file has no tensor: take it out"
+                self._faults.add_alike(Problem(CONFIG_FILE, "target_modules", message), "absent")
         for module, part in wanted:
-            if (module, part) not in found:
-                message = "it is missing: adapter_config.json asks for it"
-                if module in others:
-                    message += f", and its counterpart {others[module]} is there"
-                self._complain_of(f"base_model.model.{module}.{part}", message)
+            if module in there and (module, part) not in found:
+                message = "it is missing, and its counterpart is there: save the adapter again"
+                self._complain_of(f"{PREFIX}{module}.{part}", message, "missing")
         for module, part in rows.shapes:
             if (module, part) not in found:
-                name = f"base_model.model.{module}.{part}"
-                field = SAVE_FIELD if part == _MATRIX else TOKENS_FIELD
-                message = f"it asks for {name}, which is missing in {TENSORS_FILE}"
-                self._complain(field, message)
+                field = SAVE_FIELD if part == MATRIX else TOKENS_FIELD
+                name = f"{PREFIX}{module}.{part}"
+                self._complain(field, f"it asks for {name}, which is missing in {TENSORS_FILE}")
 
-    def _matrix(self, module: str, found: Mapping[_Key, str]) -> AdaptedMatrix:
-        a, b = _matrices(module)
+    def _matrix(self, module: str, found: Mapping[Key, str]) -> AdaptedMatrix:
+        a, b = matrices(module)
         return AdaptedMatrix(
             rank=self._adapted.rank(module),
             scaling=self._adapted.scaling(module),
             a_name=found[module, a],
             b_name=found[module, b],
-            magnitude=found.get((module, _MAGNITUDE)),
-            bias=found.get((module, _BIAS)),
+            magnitude=found.get((module, MAGNITUDE)),
+            bias=found.get((module, BIAS)),
         )
-
-
-def _matrices(module: str) -> tuple[str, str]:
-    """Return PEFT's names of a module's A and B."""
-    if module == EMBEDDING:
-        return "lora_embedding_A", "lora_embedding_B"
-    return "lora_A.weight", "lora_B.weight"
-
-
-def _key(name: str) -> _Key | None:
-    """Return the module and which of its tensors a name means; None if it is no adapter's."""
-    match = _TENSOR_NAME.fullmatch(name)
-    if match is None:
-        return None
-    module, part = match["module"], match["part"]
-    if part is None:
-        whole = _ROWS if match["rows"] else _COPY if match["base"] else _MATRIX
-        return None if match["layer"] else (module, whole)
-    if part == _MAGNITUDE:  # ".weight" comes and goes with PEFT's version
-        return None if match["leaf"] == ".bias" else (module, part)
-    part += match["leaf"]
-    known = (*_matrices(module), *([] if module == EMBEDDING else [_BIAS]))
-    return (module, part) if part in known else None

@@ -23,7 +23,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SIZE = re.compile(r"(?:^|[-_.])\d+(?:\.\d+)?[bm](?:$|[-_.])", re.IGNORECASE)
 #: What mirrors add to a model's name: the precision of its weights, or the format.
 _COPY = re.compile(
-    r"[-_.](?:unsloth|bnb|nf4|[48]bit|int[48]|fp8|fp16|bf16|gptq|awq|gguf|mlx|hf|dynamic|quantized"
+    r"[-_.](?:unsloth|bnb|nf4|[2-8]bit|dwq|int[48]|fp8|fp16|bf16|gptq|awq|gguf|mlx|hf|dynamic|quantized"
     r"|w[48]a(?:8|16))$"
 )
 

@@ -1,8 +1,8 @@
 """Read PEFT's adapter_config.json without trusting it, at upload and in the engine.
 
 Fails closed: a field is applied, or known to change nothing once the adapter is trained, or
-refused by name. The fields are those of peft 0.21's LoraConfig. Regular expressions mean what they
-mean to PEFT, and are never run by Python: a stranger's can take forever (`module_patterns`).
+refused by name (`peft_fields`). Regular expressions mean what they mean to PEFT, and are never run
+by Python: a stranger's can take forever (`module_patterns`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 
 from contract.adapter_problems import AdapterProblems, Problem, shown
 from contract.base_shape import EMBEDDING, HEAD
+from contract.file_kinds import other_kind
 from contract.module_patterns import BadPattern, ModuleNames, Pattern, read_key, read_pattern
+from contract.peft_fields import PLAIN_INITS, init_problem, other_method, refusals
 from contract.strict_json import read_object
 
 FILE = "adapter_config.json"
@@ -29,23 +31,6 @@ DEFAULT_ALPHA = 8
 _BIAS_MODES = ("none", "all", "lora_only")
 _MAX_LAYERS = 1000
 
-HONOURED = frozenset({
-    "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying", "modules_to_save",
-    "trainable_token_indices",
-})  # fmt: skip
-# They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
-# a claim, never something to fetch. An initialisation's own stay when PEFT converts to plain LoRA.
-NEUTRAL = frozenset({
-    "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config",
-})  # fmt: skip
-# After any other (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) the base model is changed too, so the
-# adapter's tensors are not all of it.
-_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-_ADVICE = {"target_parameters": "name linear layers in target_modules"}
 #: One part or several of a module's dotted path.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", re.ASCII)
 _ALL_LINEAR = "all-linear"
@@ -63,8 +48,7 @@ class Limits:
     max_rank   of any module
     max_alpha  of any module, of either sign
     is_strict  as a platform reads the files of its tenants: target_modules is there, lists hold
-               names of modules, alphas are above 0, layers are from 0 to 999, and auto_mapping is
-               empty
+               names of modules, alphas are above 0, and layers are from 0 to 999
     """
 
     max_bytes: int
@@ -189,6 +173,8 @@ def load_json(text: bytes, max_bytes: int) -> dict[str, Any]:
     """Parse the file. Raises AdapterProblems if it is no object or longer than `max_bytes`."""
     if len(text) > max_bytes:
         raise _bad_file(f"it is longer than {max_bytes} bytes")
+    if (kind := other_kind(text)) is not None:
+        raise _bad_file(kind)
     try:
         raw = read_object(text)
         # A lone surrogate can be written in JSON, but neither stored nor hashed.
@@ -207,9 +193,7 @@ def _bad_file(message: str) -> AdapterProblems:
 def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
     """Check a config. Raises AdapterProblems with everything that is wrong in it."""
     if raw.get("peft_type") != "LORA":  # then the other fields are another method's
-        found = f"it is {shown(raw['peft_type'])}" if "peft_type" in raw else "it is missing"
-        message = f"{found}; only LORA is supported: train a LoRA adapter"
-        raise AdapterProblems([Problem(FILE, "peft_type", message)])
+        raise AdapterProblems([Problem(FILE, *other_method(raw))])
     reader = _Reader(raw, limits)
     reader.refuse_unsupported()
     config = LoraConfig(
@@ -247,12 +231,8 @@ class _Reader:
     def refuse_unsupported(self) -> None:
         """Refuse fields with an effect that is not supported, unless they are off or empty."""
         raw = self._raw
-        for field, value in raw.items():
-            if value and field not in HONOURED | NEUTRAL:
-                advice = _ADVICE.get(field, "train without it")
-                self._complain(field, f"it is not supported: {advice}")
-        if raw.get("auto_mapping") and self._limits.is_strict:
-            self._complain("auto_mapping", "custom model classes are not supported")
+        for field, message in refusals(raw):
+            self._complain(field, message)
         if raw.get("task_type") not in (None, "CAUSAL_LM"):
             self._complain("task_type", f"it is {shown(raw['task_type'])}, not CAUSAL_LM")
         if raw.get("bias", "none") not in _BIAS_MODES:
@@ -264,12 +244,10 @@ class _Reader:
             self._complain("lora_bias", "it does not go together with use_dora")
         if raw.get("lora_bias") and not isinstance(init, bool):
             self._complain("lora_bias", "it needs init_lora_weights to be true or false")
-        if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
-            self._complain(
-                "init_lora_weights",
-                f"{shown(init)} changes the base model too: save the adapter with "
-                "path_initial_model_for_weight_conversion, which makes it a plain LoRA",
-            )
+        if init == "mica" and raw.get("use_dora"):
+            self._complain("init_lora_weights", "mica does not go together with use_dora")
+        if not isinstance(init, bool | str | None) or init not in PLAIN_INITS:
+            self._complain("init_lora_weights", init_problem(init))
 
     def rank(self, field: str, value: Any, of: str = "") -> int:
         highest = self._limits.max_rank

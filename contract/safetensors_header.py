@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from contract.adapter_problems import AdapterProblems, Problem, shown
+from contract.file_kinds import other_kind
 from contract.strict_json import read_object
 
 FILE = "adapter_model.safetensors"
@@ -23,25 +24,6 @@ LENGTH_BYTES = 8
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _MAX_DIMENSIONS = 8
 _MAX_DIMENSION = 1 << 31
-
-#: How to convert adapter_model.bin to a file that runs no code when it is read.
-CONVERT_BIN = (
-    "convert it where you trust it: import torch, safetensors.torch as st; "
-    'st.save_file({k: v.clone().contiguous() for k, v in torch.load("adapter_model.bin", '
-    'map_location="cpu", weights_only=True).items()}, "adapter_model.safetensors")'
-)
-#: First bytes of files that people send by mistake.
-_MAGICS = (
-    (b"PK\x03\x04", "a zip archive, as torch.save writes"),
-    (b"\x80\x02", "a Python pickle"),
-    (b"\x80\x03", "a Python pickle"),
-    (b"\x80\x04", "a Python pickle"),
-    (b"\x80\x05", "a Python pickle"),
-    (b"GGUF", "a GGUF file"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"{", "a JSON file"),
-)
 
 
 class Tensor(NamedTuple):
@@ -74,12 +56,9 @@ def header_length(start: bytes, file_bytes: int, max_bytes: int) -> int:
 
 def _other_kind(start: bytes) -> str | None:
     """Say what the file is instead, and what to do; None if unknown."""
-    for magic, kind in _MAGICS:
-        if start.startswith(magic):
-            is_torch = "torch" in kind or "pickle" in kind
-            advice = CONVERT_BIN if is_torch else "save the adapter with safe_serialization=True"
-            return f"it is {kind}: {advice}"
-    return None
+    if start.startswith(b"{"):
+        return "it is a JSON file: save the adapter with safe_serialization=True"
+    return other_kind(start)
 
 
 def read_header(start: bytes, file_bytes: int, max_bytes: int) -> tuple[Tensor, ...]:

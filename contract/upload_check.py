@@ -29,7 +29,9 @@ class CheckedAdapter:
     def report(self) -> dict[str, Any]:
         """Return facts for the version's page."""
         fitted, raw = self.fitted, self.config.raw
-        own = [tensor for tensor in self.tensors if tensor.name not in fitted.copies]
+        own = [
+            tensor for tensor in self.tensors if tensor.name not in {*fitted.copies, *fitted.unread}
+        ]
         modules = {*fitted.matrices, *fitted.new_rows}
         return {
             "target_modules": sorted({module.split(".")[-1] for module in modules}),

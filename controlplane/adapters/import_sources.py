@@ -18,6 +18,7 @@ from cryptography.fernet import InvalidToken
 from django.conf import settings
 
 from contract import peft_config, safetensors_header
+from contract.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
 from controlplane.adapters.rejection import Rejected
 from controlplane.errors import InvalidRequest
 from controlplane.infra import outbound
@@ -105,7 +106,9 @@ class Source:
             info: Any = json.loads(body)
         except (ValueError, RecursionError):
             info = None
-        commit = info.get("sha") if isinstance(info, dict) else None
+        info = info if isinstance(info, dict) else {}
+        _check_files(info.get("siblings"))
+        commit = info.get("sha")
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise Rejected.because("", "the Hub did not tell the revision's commit")
         return commit
@@ -156,6 +159,15 @@ class Source:
         if status in _REFUSED:
             raise Rejected.because(file, f"its address refused the call ({status}): did it expire?")
         raise Rejected.because(file, f"{whose} answered {status}")
+
+
+def _check_files(listed: Any) -> None:
+    """Raise Rejected if a repository has tensors of another format only."""
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("rfilename") for entry in entries if isinstance(entry, dict)]
+    for file, message in ((MLX_FILE, MLX_ADAPTER), (BIN_FILE, BIN_PICKLE)):
+        if file in names and TENSORS not in names:
+            raise Rejected.because(file, message)
 
 
 def hub_source(repository: str, revision: str = "", token: str = "") -> Source:

@@ -21,9 +21,10 @@ from typing import BinaryIO
 import torch
 
 from contract import peft_config, safetensors_header
-from contract.safetensors_header import CONVERT_BIN, ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
+from contract.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
+from contract.safetensors_header import ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
 from engine.adapters.base_weights import BaseWeights
-from engine.adapters.config import MAX_CONFIG_BYTES, parse_config
+from engine.adapters.config import MAX_CONFIG_BYTES, check_config, parse_config
 from engine.adapters.fast_tiles import write_plain
 from engine.adapters.host_memory import HostPages
 from engine.adapters.host_values import clear
@@ -35,7 +36,6 @@ from engine.model.config import ModelConfig
 from kernels import PageLayout
 
 CONFIG_FILE, TENSORS_FILE = peft_config.FILE, safetensors_header.FILE
-BIN_FILE = "adapter_model.bin"
 
 # Computes an adapter's digest from the text of its config and the hex sha256 of its tensors file.
 # It may raise ValueError for a config that has no digest.
@@ -88,7 +88,7 @@ class AdapterReader:
             with (path / TENSORS_FILE).open("rb", buffering=0) as file:
                 return self._read_start(path, file).plan
         except OSError as error:
-            refuse_bin(path)
+            refuse_other_formats(path)
             raise _unreadable(error) from error
 
     def place(self, plan: AdapterPlan) -> TileMap:
@@ -169,7 +169,11 @@ class AdapterReader:
         file_bytes = os.fstat(file.fileno()).st_size
         header = file.read(LENGTH_BYTES)
         header += file.read(min(int.from_bytes(header, "little"), ENGINE_MAX_BYTES))
-        tensors = parse_header(header, file_bytes)
+        try:
+            tensors = parse_header(header, file_bytes)
+        except AdapterMismatch:
+            check_config(config)  # what is wrong there may be why
+            raise
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         plan = plan_adapter(config, shapes, self._model, file_bytes)
         return _Start(plan, config_text, header, tensors)
@@ -183,10 +187,16 @@ class AdapterReader:
         return buffer if len(buffer) >= num_bytes else bytearray(num_bytes)
 
 
-def refuse_bin(folder: Path) -> None:
-    """Raise AdapterMismatch if the folder has its tensors as a pickle only, which may run code."""
-    if (folder / BIN_FILE).is_file() and not (folder / TENSORS_FILE).exists():
-        raise AdapterMismatch(f"{BIN_FILE} is a pickle and is not read: {CONVERT_BIN}")
+def refuse_other_formats(folder: Path) -> None:
+    """Raise AdapterMismatch if the folder has tensors of another format only.
+
+    A pickle may run code; mlx-lm's matrices are transposed.
+    """
+    if (folder / TENSORS_FILE).exists():
+        return
+    for file, message in ((BIN_FILE, BIN_PICKLE), (MLX_FILE, MLX_ADAPTER)):
+        if (folder / file).is_file():
+            raise AdapterMismatch(f"{file}: {message}")
 
 
 def _unreadable(error: OSError) -> AdapterUnavailable:

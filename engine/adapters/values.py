@@ -77,8 +77,8 @@ def replaced_rows(replacement: Replacement, tensor: Callable[[str], torch.Tensor
     rows = finite(replacement.name, tensor(replacement.name))
     if replacement.twin is not None and not torch.equal(rows, tensor(replacement.twin)):
         raise AdapterMismatch(
-            f"tensor {replacement.twin} differs from the embedding's, but ensure_weight_tying is "
-            "set: save both with the same rows",
+            f"tensor {replacement.twin} differs from the embedding's, to which the head is tied: "
+            "save both with the same rows",
             param="ensure_weight_tying",
         )
     return rows

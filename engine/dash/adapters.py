@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.adapters.config import MAX_CONFIG_BYTES
-from engine.adapters.files import CONFIG_FILE, TENSORS_FILE, refuse_bin
+from engine.adapters.files import CONFIG_FILE, TENSORS_FILE, refuse_other_formats
 from engine.dash.hub import ADAPTER_FILES, HubId, NotOnHub, fetch, find_id
 from engine.dash.loop import EngineLoop
 from engine.engine import Engine
@@ -194,9 +194,9 @@ def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
 def _check_files(folder: Path) -> None:
     """Raise OSError unless both are files: a pipe or a device is never read to its end.
 
-    Raises AdapterMismatch where a pickle is in place of the tensors.
+    Raises AdapterMismatch where tensors of another format are in their place.
     """
-    refuse_bin(folder)
+    refuse_other_formats(folder)
     for name in (CONFIG_FILE, TENSORS_FILE):
         if not stat.S_ISREG((folder / name).stat().st_mode):
             raise OSError(errno.EINVAL, "not a file", str(folder / name))

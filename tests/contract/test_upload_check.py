@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
-from contract.peft_config import HONOURED, NEUTRAL, UPLOAD_LIMITS
+from contract.peft_config import UPLOAD_LIMITS
+from contract.peft_fields import HONOURED, NEUTRAL
 from contract.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import MAX_REASONS, Rejected
 from tests.controlplane.adapters import files
 from tests.controlplane.conftest import TINY_CONFIG
 
 TENSORS = files.tensors()
+PREFIX = "base_model.model."
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 SECOND = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
@@ -107,6 +109,19 @@ GOOD_FIELDS: dict[str, dict[str, Any]] = {
     "a slow pattern": {"alpha_pattern": {"(a|aa)+": 4, "(.*)*.*(.*)*x": 2}},
     "biases that the base has not": {"bias": "all"},
     "a converted adapter": {"corda_config": {"corda_method": "kpm"}},
+    "of Unsloth": {
+        "peft_version": "0.20.0",
+        "auto_mapping": {
+            "base_model_class": "LlamaForCausalLM",
+            "parent_library": "transformers.models.llama.modeling_llama",
+            "unsloth_fixed": True,
+        },
+    },
+    "of ms-swift": {"swift_type": "LORA", "lora_dtype": "AUTO", "lorap_emb_lr": 1e-6},
+    "of PEFT 0.3": {"enable_lora": None, "merge_weights": True},
+    "notes": {"metadata": {"made": "today"}},
+    "fan in fan out": {"fan_in_fan_out": True},
+    "minor components": {"init_lora_weights": "mica"},
     "claims a path": {"base_model_name_or_path": "../../etc/passwd"},
 }
 
@@ -133,7 +148,15 @@ def test_some_layers_only() -> None:
     one_layer = files.pack(files.tensors(layers=1))
     check(files.config_bytes(layers_to_transform=[0]), one_layer)
     check(files.config_bytes(layers_to_transform=0), one_layer)
-    assert "missing" in next(iter(reasons_for(files.config_bytes(), one_layer).values()))
+    found = reasons_for(files.config_bytes(), one_layer)
+    assert found == {
+        "layers_to_transform": "the file has tensors of 1 layer alone: "
+        'write "layers_to_transform": [0]'
+    }
+    config = files.config_bytes(target_modules=r".*\.(q|v|down)_proj")
+    [message] = reasons_for(config, one_layer).values()
+    fix = json.loads("{" + message.partition("write ")[2] + "}")
+    check(files.config_bytes(**fix), one_layer)
 
 
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -156,13 +179,12 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "tying a number": ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
     "bias": ({"bias": "some"}, "bias"),
     "modules to save": ({"modules_to_save": ["score"]}, "modules_to_save"),
-    "auto mapping": ({"auto_mapping": {"base_model_class": "X"}}, "auto_mapping"),
     "trained tokens": ({"trainable_token_indices": ["1"]}, "trainable_token_indices"),
     "layer replication": ({"layer_replication": [[0, 1]]}, "layer_replication"),
     "megatron": ({"megatron_config": {"a": 1}}, "megatron_config"),
     "alora": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     "target parameters": ({"target_parameters": ["x"]}, "target_parameters"),
-    "fan in fan out": ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    "old alora": ({"alora_invocation_string": "<answer>"}, "alora_invocation_string"),
     "a field of tomorrow": ({"use_brand_new": True}, "use_brand_new"),
     "other method": ({"peft_type": "IA3"}, "peft_type"),
     "no method": ({"peft_type": None}, "peft_type"),
@@ -170,6 +192,8 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "other task": ({"task_type": "SEQ_CLS"}, "task_type"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
+    "mica with dora": ({"init_lora_weights": "mica", "use_dora": True}, "init_lora_weights"),
+    "loftq": ({"init_lora_weights": "loftq"}, "init_lora_weights"),
     "init a list": ({"init_lora_weights": [True]}, "init_lora_weights"),
     "init one": ({"init_lora_weights": 1}, "init_lora_weights"),
     "targets a broken pattern": ({"target_modules": ".*_proj("}, "target_modules"),
@@ -291,9 +315,111 @@ def test_missing_half_is_named() -> None:
     assert set(found) == {SECOND}
 
 
-def test_rank_of_the_config_and_of_the_tensors_must_agree() -> None:
+def test_one_sentence_says_that_the_ranks_are_others() -> None:
     found = reasons_for(files.config_bytes(r=8), files.pack(TENSORS))
-    assert len(found) == 12
+    end = "upload the adapter_config.json that was saved with them"
+    assert found == {"r": f"it is 8, and the tensors have rank 4: {end}"}
+    config = files.config_bytes(r=8, rank_pattern={"q_proj": 2, "down_proj": 4})
+    module = "model.layers.0.self_attn.q_proj"
+    assert reasons_for(config, files.pack(TENSORS)) == {
+        "rank_pattern": f"it is 2 for {module}, and the tensors have rank 4 "
+        f"(so with 3 other modules): {end}"
+    }
+
+
+def test_one_sentence_for_each_kind_of_fault() -> None:
+    """An adapter of all linears has hundreds of tensors."""
+    wide = files.config_bytes(target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+    assert reasons_for(wide, files.pack(TENSORS)) == {
+        "target_modules": "it asks for model.layers.0.self_attn.k_proj, of which the file has no "
+        "tensor: take it out; so with 1 other"
+    }
+    few = files.config_bytes(target_modules=["q_proj"])
+    [message] = reasons_for(few, files.pack(TENSORS)).values()
+    assert message.endswith("so with 7 others")
+    halves = {name: value for name, value in TENSORS.items() if "lora_A" in name}
+    assert list(reasons_for(files.config_bytes(), files.pack(halves))) == [SECOND]
+
+
+OTHER_NAMES = {
+    "no prefix": (PREFIX, ""),
+    "half a prefix": (PREFIX, "base_model."),
+    "the prefix twice": (PREFIX, PREFIX * 2),
+    "a compiled model": (PREFIX, f"{PREFIX}_orig_mod."),
+    "a path of the inner model": (f"{PREFIX}model.", PREFIX),
+    "another root": (f"{PREFIX}model.", f"{PREFIX}language_model.model."),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), OTHER_NAMES.values(), ids=OTHER_NAMES)
+def test_names_that_peft_ignores_are_refused_once(old: str, new: str) -> None:
+    tensors = {name.replace(old, new): value for name, value in TENSORS.items()}
+    assert reasons_for(files.config_bytes(), files.pack(tensors)) == {
+        FIRST.replace(old, new): f"PEFT does not read a tensor of this name: rename it to {FIRST}; "
+        "so with 11 others"
+    }
+
+
+def test_the_first_reason_has_the_sizes_of_both_vocabularies() -> None:
+    rows = ("F32", (70, 16), bytes(4 * 70 * 16))
+    ends = (*files.TARGETS, "embed_tokens", "lm_head")
+    a = {f"{PREFIX}model.embed_tokens.lora_embedding_A": ("F32", (4, 70), bytes(4 * 4 * 70))}
+    cases: list[tuple[dict[str, Any], files.Tensors]] = [
+        ({}, {f"{PREFIX}{end}.weight": rows for end in ("model.embed_tokens", "lm_head")}),
+        ({"modules_to_save": ["lm_head"]}, {f"{PREFIX}lm_head.weight": rows}),
+        ({"target_modules": list(ends)}, {**files.tensors(targets=ends), **a}),
+    ]
+    for fields, more in cases:
+        tensors = files.pack({**TENSORS, **more})
+        first = next(iter(reasons_for(files.config_bytes(**fields), tensors).values()))
+        assert "70 tokens" in first and "64" in first, fields
+
+
+MLX = {
+    "fine_tune_type": "lora",
+    "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0},
+    "num_layers": 16,
+    "model": "mlx-community/Llama-3.2-1B-Instruct-4bit",
+}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 1049\n" % (b"f" * 64)
+
+
+def test_files_of_other_kinds_are_one_sentence_with_the_way_out() -> None:
+    good, config = files.pack(TENSORS), files.config_bytes()
+    convert = "lorikeet adapters convert"
+    assert convert in reasons_for(json.dumps(MLX).encode(), good)["adapter_config.json"]
+    mlx = {name.replace("lora_A.weight", "lora_a"): value for name, value in TENSORS.items()}
+    assert convert in next(iter(reasons_for(config, files.pack(mlx)).values()))
+    full = json.dumps({**MLX, "fine_tune_type": "full"}).encode()
+    assert "whole model" in reasons_for(full, good)["fine_tune_type"]
+    for content, said in ((LFS, "git lfs pull"), (b"<!DOCTYPE html><html>", "web page")):
+        found = reasons_for(content, content)
+        assert set(found) == {"adapter_config.json", "adapter_model.safetensors"}
+        assert all(said in message for message in found.values())
+
+
+def test_unknown_keys_are_one_sentence() -> None:
+    found = reasons_for(files.config_bytes(new_thing=1, other_thing=[2]), files.pack(TENSORS))
+    assert list(found) == ["new_thing"]
+    assert "remove the key" in found["new_thing"] and found["new_thing"].endswith("1 other key")
+    assert (
+        "remove the key"
+        in reasons_for(files.config_bytes(megatron_config={"a": 1}), files.pack(TENSORS))[
+            "megatron_config"
+        ]
+    )
+
+
+def test_advice_is_of_the_initialisation() -> None:
+    said = {
+        init: reasons_for(files.config_bytes(init_lora_weights=init), files.pack(TENSORS))
+        for init in ("pissa_niter_16", "lora_ga", "loftq", "of_tomorrow")
+    }
+    advice = {init: found["init_lora_weights"] for init, found in said.items()}
+    for init in ("pissa_niter_16", "lora_ga"):
+        assert "path_initial_model_for_weight_conversion" in advice[init]
+    assert "cannot make a plain LoRA" in advice["loftq"]
+    assert "no initialisation" in advice["of_tomorrow"]
 
 
 def test_rank_limit_of_the_base_counts() -> None:
@@ -306,9 +432,9 @@ def test_both_files_are_judged_at_once() -> None:
 
 
 def test_reasons_are_bounded() -> None:
-    many = {f"tensor {n}": ("F32", (1,), bytes(4)) for n in range(5000)}
+    many = files.config_bytes(target_modules=[f"linear_{n}" for n in range(3000)])
     with pytest.raises(AdapterProblems) as caught:
-        check(files.config_bytes(), files.pack(many))
+        check(many, files.pack(TENSORS))
     rows = Rejected.of(caught.value).as_json()
     assert len(rows) == MAX_REASONS + 1
     assert "more" in rows[-1]["message"]

@@ -120,8 +120,13 @@ def load_base(base: Path) -> Any:
     return copy.deepcopy(_read_base(base))
 
 
-def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A PEFT adapter with random A and B, and whatever else it has random."""
+def save_adapter(
+    base: Path, folder: Path, seed: int = 0, *, repeats_ends: bool | str = "auto", **config: Any
+) -> Path:
+    """A PEFT adapter with random A and B, and whatever else it has random.
+
+    repeats_ends  whether the base's embedding and head are saved, too, as where they were resized
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -134,7 +139,7 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
         elif "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.create_or_update_model_card = lambda _: None  # a text that takes most of the time
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(folder, save_embedding_layers=repeats_ends)
     return folder
 
 

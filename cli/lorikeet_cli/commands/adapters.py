@@ -10,17 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from lorikeet_cli import progress
+from lorikeet_cli import mlx_adapters, progress
 from lorikeet_cli.adapter_uploads import upload_version
 from lorikeet_cli.config import secret_of
 from lorikeet_cli.errors import CliError, Forbidden, Interrupted
-from lorikeet_cli.output import Column, Row, moment, num_bytes, shown
+from lorikeet_cli.mlx_adapters import CONFIG, MLX_TENSORS, TENSORS
+from lorikeet_cli.output import Column, Row, moment, num_bytes, say, shown
 from lorikeet_cli.session import LimitOption, Session, command, completer
 from lorikeet_cli.uploads import Source
 
 app = typer.Typer(help="Adapters and their versions.", no_args_is_help=True)
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_CONVERT = "Run `lorikeet adapters convert {}`, and upload the folder that it writes."
+_LFS_BEGIN = b"version https://git-lfs.github.com/"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_REASONS = 20
 #: Between two looks at a version that is being checked.
@@ -141,6 +143,35 @@ def upload(
         _check_digest(session, version, sources)
 
 
+@app.command("convert")
+def convert(
+    folder: Annotated[Path, typer.Argument(help="A folder that mlx-lm wrote.")],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", help="The new folder. Default: FOLDER with -peft at its end."),
+    ] = None,
+) -> None:
+    """Convert an mlx-lm adapter, LoRA or DoRA, into a PEFT folder to upload.
+
+    It needs no server. Prints the new folder.
+    """
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise CliError(f"{folder} is no folder. Name the folder with {CONFIG} and {MLX_TENSORS}.")
+    for name in (CONFIG, MLX_TENSORS):
+        if not (folder / name).exists():
+            raise CliError(f"{folder} is no folder of mlx-lm: no {name} in it.")
+        _refuse_pointer(folder / name)
+    output = to or folder.with_name(f"{folder.name}-peft")
+    made = mlx_adapters.convert(folder, read_config(folder / CONFIG), output)
+    config = made.config
+    say(
+        f"Converted {len(made.tensors)} tensors: rank {config['r']}, lora_alpha "
+        f"{config['lora_alpha']}, {', '.join(config['target_modules'][:8])}."
+    )
+    print(output)
+
+
 @command(app, "import")
 def import_(
     session: Session,
@@ -216,8 +247,12 @@ def read_folder(folder: Path) -> dict[str, Source]:
             f"{folder} is no adapter folder: no {' and no '.join(missing)} in it. {_hint(folder)}"
         )
     sources = {name: Source.of(folder / name) for name in (CONFIG, TENSORS)}
+    for name in sources:
+        _refuse_pointer(folder / name)
     config = read_config(folder / CONFIG)
     if not isinstance(config, dict) or "peft_type" not in config:
+        if isinstance(config, dict) and "lora_parameters" in config:
+            raise CliError(f"{folder} has an adapter of mlx-lm. {_CONVERT.format(folder)}")
         raise CliError(f"{folder / CONFIG} is no PEFT configuration: it has no peft_type.")
     return sources
 
@@ -235,7 +270,20 @@ def read_config(path: Path) -> Any:
         return None
 
 
+def _refuse_pointer(path: Path) -> None:
+    """Raise CliError if a file is not here, but what Git LFS has in its place."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_BEGIN)) == _LFS_BEGIN
+    except OSError as error:
+        raise CliError(f"Cannot read {path}: {error.strerror}.") from error
+    if is_pointer:
+        raise CliError(f"{path} is a Git LFS pointer, not the file. Run `git lfs pull` there.")
+
+
 def _hint(folder: Path) -> str:
+    if (folder / MLX_TENSORS).exists():
+        return f"It is mlx-lm's. {_CONVERT.format(folder)}"
     if (folder / "adapter_model.bin").exists():
         return "Its weights are a pickle: save them with save_pretrained(safe_serialization=True)."
     if (folder / "config.json").exists():

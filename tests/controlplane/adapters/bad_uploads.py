@@ -192,7 +192,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a classifier": (config_bytes(task_type="SEQ_CLS"), "task_type"),
     "rank 0": (config_bytes(r=0), "r"),
     "rank 257": (config_bytes(r=257), "r"),
-    "a rank that the tensors have not": (config_bytes(r=8), FIRST),
+    "a rank that the tensors have not": (config_bytes(r=8), "r"),
     "alpha of 1e30": (config_bytes(lora_alpha=1e30), "lora_alpha"),
     "unknown modules": (config_bytes(target_modules=["attention.wq"]), "target_modules"),
     "modules by path": (config_bytes(target_modules=["../q_proj"]), "target_modules"),
@@ -222,7 +222,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     ),
     "PiSSA": (config_bytes(init_lora_weights="pissa"), "init_lora_weights"),
     "copied layers": (config_bytes(layer_replication=[[0, 2]]), "layer_replication"),
-    "a class of its own": (config_bytes(auto_mapping={"a": "b"}), "auto_mapping"),
+    "Megatron": (config_bytes(megatron_config={"a": "b"}), "megatron_config"),
     "trained biases": (config_bytes(bias="every"), "bias"),
     "a field of tomorrow": (config_bytes(use_tomorrow=True), "use_tomorrow"),
     "another base": (

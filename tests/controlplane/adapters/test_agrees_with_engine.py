@@ -70,7 +70,8 @@ def assert_agree(config: bytes, tensors: bytes) -> None:
     names = {name for target in planned.all_targets for name in target.names}
     for rows in filter(None, (planned.new_embedding, planned.new_head)):
         names |= {rows.name} | ({rows.twin} if rows.twin else set())
-    assert names | set(planned.copies) == {tensor.name for tensor in checked.tensors}
+    left = set(planned.copies) | checked.fitted.unread
+    assert names | left == {tensor.name for tensor in checked.tensors}
 
 
 @pytest.mark.parametrize("fields", GOOD_FIELDS.values(), ids=GOOD_FIELDS)
@@ -143,8 +144,23 @@ CASES: dict[str, tuple[dict[str, Any], files.Tensors, bool]] = {
         renamed(DORA[1], "magnitude_vector", "magnitude_vector.weight"),
         True,
     ),
+    "dora, with the adapter's name": (
+        DORA[0],
+        renamed(DORA[1], "magnitude_vector", "magnitude_vector.default.weight"),
+        True,
+    ),
+    "dora, with the adapter's name alone": (
+        DORA[0],
+        renamed(DORA[1], "magnitude_vector", "magnitude_vector.default"),
+        False,
+    ),
+    "tokens, with the adapter's name": (
+        KINDS["tokens"][0],
+        renamed(KINDS["tokens"][1], "tokens_delta", "tokens_delta.default"),
+        False,
+    ),
     "the adapter's name": ({}, renamed(files.tensors(), ".weight", ".default.weight"), True),
-    "no prefix": ({}, renamed(files.tensors(), P, ""), True),
+    "no prefix": ({}, renamed(files.tensors(), P, ""), False),
     "copies": (
         ALL_ENDS[0],
         {
@@ -276,6 +292,37 @@ CASES: dict[str, tuple[dict[str, Any], files.Tensors, bool]] = {
             **new_tokens(EMBEDDING, 1),
             f"{EMBEDDING}.token_adapter.base_layer.weight": COPY,
         },
+        True,
+    ),
+    "tied tokens, repeated for the head": (
+        {"ensure_weight_tying": None, "trainable_token_indices": [1]},
+        {
+            **files.tensors(),
+            **new_tokens(EMBEDDING, 1),
+            **new_tokens(HEAD, 1),
+            f"{EMBEDDING}.token_adapter.base_layer.weight": COPY,
+            f"{HEAD}.token_adapter.base_layer.weight": COPY,
+        },
+        True,
+    ),
+    "saved, with all that PEFT repeats": (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {
+            **files.tensors(),
+            **SAVED,
+            **{f"{m}.original_module.weight": COPY for m in (EMBEDDING, HEAD)},
+            **{f"{m}.modules_to_save.weight": COPY for m in (EMBEDDING, HEAD)},
+        },
+        True,
+    ),
+    "an original of what is not saved": (
+        {},
+        {**files.tensors(), f"{HEAD}.original_module.weight": COPY},
+        False,
+    ),
+    "saved, twice over another name": (
+        {"modules_to_save": ["lm_head"]},
+        {**files.tensors(), f"{HEAD}.modules_to_save.weight": COPY},
         False,
     ),
     "saved and adapted": (
@@ -390,6 +437,7 @@ _parts = st.sampled_from([
     "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_A.bias", "lora_embedding_A",
     "lora_embedding_B", "lora_magnitude_vector", "lora_magnitude_vector.weight", "weight",
     "base_layer.weight", "lora_C.weight", "token_adapter.trainable_tokens_delta",
+    "original_module.weight", "modules_to_save.weight", "token_adapter.base_layer.weight",
 ])  # fmt: skip
 _modules = st.sampled_from([
     "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens",

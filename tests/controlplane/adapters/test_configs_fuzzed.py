@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from contract.adapter_problems import AdapterProblems
 from contract.base_shape import BaseShape
-from contract.peft_config import HONOURED, MAX_PATTERNS, MAX_RANK, NEUTRAL
+from contract.peft_config import MAX_PATTERNS, MAX_RANK
+from contract.peft_fields import HONOURED, NEUTRAL
 from contract.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import Rejected
 from engine.adapters import plan
@@ -36,7 +37,7 @@ BASES: dict[str, dict[str, Any]] = {
 #: In these the upload is stricter, and in nothing else; docs/memory.md names them.
 STRICTER = (
     "target_modules", "exclude_modules", "layers_to_transform",
-    "lora_alpha", "alpha_pattern", "auto_mapping",
+    "lora_alpha", "alpha_pattern",
 )  # fmt: skip
 
 
@@ -140,7 +141,8 @@ _good_fields: dict[str, st.SearchStrategy[Any]] = {
     "corda_config": st.sampled_from([None, {}, {"corda_method": "kpm"}]),
     "layers_to_transform": st.sampled_from([None, 0, 1, [], [1], [0, 1]]),
     "lora_bias": st.booleans(),
-    "fan_in_fan_out": st.just(False),
+    "fan_in_fan_out": st.booleans(),
+    "auto_mapping": st.sampled_from([None, {"parent_library": "no.such"}]),
 }
 _scalars = st.one_of(
     st.none(),

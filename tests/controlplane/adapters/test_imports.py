@@ -241,6 +241,17 @@ def test_what_is_wrong_is_the_reason(
     assert left_over(acme) == []
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("adapters.safetensors", "lorikeet adapters convert"), ("adapter_model.bin", "pickle")],
+)
+def test_tensors_of_another_format_are_told(hub: Hub, acme: Party, file: str, words: str) -> None:
+    hub.files[file] = hub.files.pop(TENSORS)
+    begin(acme)
+    assert_rejected(acme, run(acme), file, words)
+    assert not any(path.endswith(file) for path in hub.paths)
+
+
 def test_a_bad_file_is_rejected_by_the_check(hub: Hub, acme: Party) -> None:
     hub.files[TENSORS] = GOOD_TENSORS[:-4]
     begin(acme)

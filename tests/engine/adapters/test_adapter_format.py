@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from contract.peft_config import MAX_PATTERNS
+from contract.peft_fields import HONOURED, NEUTRAL, REFUSED
 from engine import AdapterMismatch, AdapterUnavailable
 from engine.adapters.config import check_config, parse_config
 from engine.adapters.plan import parse_header, plan_adapter
@@ -75,7 +76,6 @@ def test_the_default_config_of_peft_is_accepted() -> None:
         ("layers_to_transform", ["0"]),
         ("layers_pattern", "blocks"),
         ("bias", "some"),
-        ("fan_in_fan_out", True),
         ("layer_replication", [[0, 1]]),
         ("alora_invocation_tokens", [1]),
         ("target_parameters", ["x"]),
@@ -154,10 +154,12 @@ def test_what_peft_refuses_beside_biases_is_refused(fields: dict[str, Any]) -> N
 
 
 def test_every_field_of_peft_is_decided() -> None:
-    """A PEFT that adds a field that is on by default must not slip through unread."""
+    """A PEFT that adds a field must not slip through unread, on by default or not."""
     config = peft.LoraConfig(task_type="CAUSAL_LM").to_dict()
     for field in config:
         check_config({**PLAIN, field: config[field]} if field not in PLAIN else PLAIN)
+    known = HONOURED | NEUTRAL | REFUSED.keys()
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= known
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,8 @@ def test_every_field_of_peft_is_decided() -> None:
         ({f"{PREFIX}.0.self_attn.q_proj.lora_A.bias": (64,)}, "lora_A.bias"),
         ({f"{PREFIX}.0.self_attn.q_proj.base_layer.weight": (64, 64)}, "base_layer"),
         ({f"{PREFIX}.0.self_attn.q_proj.weight": (64, 64)}, "q_proj"),
-        ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "repeats"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.default.weight": (4, 64)}, "repeats"),
+        ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "rename it to base_model"),
     ],
     ids=str,
 )

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import AdapterMismatch, Engine, EngineConfig
-from tests.engine.conftest import LINEARS, Oracle, edit_config, prompt, request, run, save_adapter
+from tests.engine.conftest import (
+    LINEARS,
+    Oracle,
+    edit_config,
+    prompt,
+    request,
+    run,
+    save_adapter,
+    save_model,
+)
 from tests.engine.model.families import save_family
 
 peft = pytest.importorskip("peft")  # GPU machines have none
@@ -58,6 +67,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bias-all": {"r": 4, "target_modules": LINEARS, "bias": "all"},
     "bias-lora-only": {"r": 4, "target_modules": LINEARS, "bias": "lora_only"},
     "bias-lora-bias": {"r": 4, "target_modules": LINEARS, "bias": "all", "lora_bias": True},
+    "minor-components": {"r": 4, "target_modules": ["o_proj"], "init_lora_weights": "mica"},
     "defaults": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
 
@@ -92,6 +102,13 @@ def forms(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     made["no-rank"] = without(made["defaults"], folder / "no-rank", "r")
     made["no-alpha"] = without(made["excluded"], folder / "no-alpha", "lora_alpha")
     made["neither"] = without(made["defaults"], folder / "neither", "r", "lora_alpha")
+    made["neutral"] = edit_config(
+        made["targets-head"],
+        folder / "neutral",
+        fan_in_fan_out=True,
+        auto_mapping={"base_model_class": "X", "parent_library": "no.such", "unsloth_fixed": True},
+        metadata={"of": "another tool"},
+    )
     made["fp16"] = in_dtype(made["rank-patterns"], folder / "fp16", torch.float16)
     made["bf16"] = in_dtype(made["bias-lora-bias"], folder / "bf16", torch.bfloat16)
     return made
@@ -114,6 +131,118 @@ def test_tokens_are_pefts(tiny_model: Path, forms: dict[str, Path]) -> None:
         oracle = oracles.get(name, together)
         assert results[name].token_ids == oracle.generate(tokens, 16, name), name
         assert results[name].token_ids != oracle.generate(tokens, 16), name  # it does something
+
+
+EMBEDDING_AND_HEAD = ["embed_tokens", "lm_head"]
+# PEFT repeats the base's matrices, and what it saved, where tokens were added to the vocabulary.
+REPEATING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "saved": {"modules_to_save": EMBEDDING_AND_HEAD},
+    "saved-embedding": {"modules_to_save": ["embed_tokens"]},
+    "saved-head": {"modules_to_save": ["lm_head"]},
+    "saved-tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "saved-head-beside": {"r": 3, "target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [260, 3]},
+    "tokens-tied": {"trainable_token_indices": [260, 3], "ensure_weight_tying": True},
+    "tokens-apart": {"trainable_token_indices": {"embed_tokens": [260, 3], "lm_head": [261]}},
+    "tokens-head": {"trainable_token_indices": {"lm_head": [260, 3]}},
+    "tokens-lora-head": {
+        "target_modules": ["q_proj", "lm_head"],
+        "trainable_token_indices": [260, 3],
+    },
+    "lora-embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "lora-both": {"target_modules": ["q_proj", *EMBEDDING_AND_HEAD]},
+    "lora-tied": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "lora-saved-head": {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_what_peft_repeats_of_a_changed_vocabulary_is_taken(tmp_path: Path, is_tied: bool) -> None:
+    base = save_model(tmp_path / "base", vocab_size=264, tie_word_embeddings=is_tied)
+    engine = Engine(EngineConfig(model_dir=base, arena_bytes=16 << 20))
+    names: set[str] = set()
+    for seed, (kind, config) in enumerate(REPEATING.items()):
+        config = {"r": 2, "target_modules": ["q_proj"], **config}
+        adapter = save_adapter(base, tmp_path / kind, seed, repeats_ends=True, **config)
+        names |= set(load_file(adapter / "adapter_model.safetensors"))
+        engine.register_adapter(kind, adapter)
+        tokens = [*prompt(seed, 9), 260, 3, 261]
+        found = run(engine, request("a", tokens, adapter=kind, max_tokens=1, logprobs=20))["a"]
+        assert found.error is None, kind
+        wanted = Oracle(base, {"a": adapter}).logprobs(tokens, "a")[-1]
+        for token_id, logprob in found.logprobs[0].top:
+            assert wanted[token_id].item() == pytest.approx(logprob, abs=1e-4), kind
+    engine.close()
+    for end in ("original_module", "modules_to_save", "token_adapter.base_layer"):
+        assert f"base_model.model.lm_head.{end}.weight" in names
+
+
+def test_a_repeated_matrix_that_is_not_the_bases_is_refused(tmp_path: Path) -> None:
+    """PEFT would compute with it; what it repeats of its own is not read, by PEFT either."""
+    base = save_model(tmp_path / "base", vocab_size=264, tie_word_embeddings=True)
+    config = {"r": 2, "target_modules": ["q_proj"]}
+    kinds = {
+        "saved": ("modules_to_save", "original_module.weight", "modules_to_save.weight"),
+        "tokens": ("trainable_token_indices", "lm_head.token_adapter.base_layer.weight", None),
+        "twin": ("trainable_token_indices", "lm_head.token_adapter.trainable_tokens_delta", None),
+    }
+    engine = Engine(EngineConfig(model_dir=base, arena_bytes=16 << 20))
+    for kind, (field, bad, unread) in kinds.items():
+        value = EMBEDDING_AND_HEAD if kind == "saved" else [260, 3]
+        made = save_adapter(base, tmp_path / kind, repeats_ends=True, **config, **{field: value})
+        for changed in filter(None, (bad, unread)):
+            folder = edit_config(made, tmp_path / f"{kind}-{changed}")
+            tensors = load_file(made / "adapter_model.safetensors")
+            for name in [name for name in tensors if name.endswith(changed)]:
+                tensors[name] = tensors[name] + 1
+            save_file(tensors, folder / "adapter_model.safetensors")
+            engine.register_adapter(changed, folder)
+            found = run(engine, request("a", prompt(1, 9), adapter=changed, max_tokens=2))["a"]
+            if changed == unread:
+                assert found.token_ids == Oracle(base, {"a": folder}).generate(prompt(1, 9), 2, "a")
+            else:
+                assert isinstance(found.error, AdapterMismatch) and bad in found.error.message
+    engine.close()
+
+
+P = "base_model.model."
+# How a tensor's name is changed, and whether PEFT still reads it.
+NAMES: dict[str, tuple[str, str, bool]] = {
+    "as saved": ("", "", True),
+    "magnitudes with weight": ("magnitude_vector", "magnitude_vector.weight", True),
+    "magnitudes with both": ("magnitude_vector", "magnitude_vector.default.weight", True),
+    "magnitudes with default": ("magnitude_vector", "magnitude_vector.default", False),
+    "matrices with default": (".weight", ".default.weight", True),
+    "embeddings with default": ("embedding_A", "embedding_A.default", True),
+    "another adapter's": ("lora_A.weight", "lora_A.mine.weight", False),
+    "no prefix": (P, "", False),
+    "the prefix twice": (P, P * 2, False),
+    "half a prefix": (P, "base_model.", False),
+    "no inner model": (f"{P}model.", P, False),
+}
+
+
+def test_names_are_read_as_by_peft(tiny_model: Path, tmp_path: Path) -> None:
+    config = {"r": 2, "use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}
+    made = save_adapter(tiny_model, tmp_path / "made", repeats_ends=False, **config)
+    tensors = load_file(made / "adapter_model.safetensors")
+    expected = Oracle(tiny_model, {"a": made}).logprobs(prompt(1, 9), "a")
+    engine = Engine(EngineConfig(model_dir=tiny_model, arena_bytes=4 << 20))
+    for kind, (old, new, is_read) in NAMES.items():
+        folder = edit_config(made, tmp_path / kind)
+        renamed = {name.replace(old, new) if old else name: t for name, t in tensors.items()}
+        save_file(renamed, folder / "adapter_model.safetensors")
+        by_peft = Oracle(tiny_model, {"default": folder}).logprobs(prompt(1, 9), "default")
+        assert torch.equal(by_peft, expected) == is_read, kind
+        if is_read:
+            engine.register_adapter(kind, folder)
+        else:
+            with pytest.raises(
+                AdapterMismatch, match=r"rename it to base_model\.model|leave it out"
+            ):
+                engine.register_adapter(kind, folder)
+    engine.close()
 
 
 def test_the_defaults_are_pefts() -> None:

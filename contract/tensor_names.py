@@ -1,0 +1,74 @@
+"""The names of an adapter's tensors: which module each belongs to, and which of its tensors it is.
+
+A name is the path that the tensor has in PEFT's model: PEFT ignores any other.
+"""
+
+from __future__ import annotations
+
+import re
+
+from contract.base_shape import EMBEDDING
+from contract.file_kinds import MLX_ADAPTER
+
+PREFIX = "base_model.model."
+# The tensors of a module: those of LoRA; one that is there whole, and some of its rows.
+MAGNITUDE, BIAS = "lora_magnitude_vector", "lora_B.bias"
+MATRIX, ROWS = "weight", "token_adapter.trainable_tokens_delta"
+# What PEFT repeats beside them: the base's own matrix, under four names, and what it saved whole.
+BESIDE_LORA, BESIDE_ROWS = "base_layer.weight", "token_adapter.base_layer.weight"
+BESIDE_SAVED, SAVED_AGAIN = "original_module.weight", "modules_to_save.weight"
+WHOLE = (MATRIX, BESIDE_LORA, BESIDE_ROWS, BESIDE_SAVED, SAVED_AGAIN)
+Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
+
+_MODULE = (
+    r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?:self_attn|mlp)\.[a-z_]+"
+    r"|model\.embed_tokens|lm_head)"
+)
+_TENSOR_NAME = re.compile(
+    rf"{re.escape(PREFIX)}{_MODULE}\."
+    r"(?:(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?P<adapter>\.default)?(?P<leaf>\.weight|\.bias|)"
+    rf"|(?P<rows>{re.escape(ROWS)})"
+    r"|(?P<saved>modules_to_save)(?:\.default)?\.weight"
+    r"|(?P<whole>(?:base_layer\.|token_adapter\.base_layer\.|original_module\.)?weight))",
+    re.ASCII,
+)
+_MODULE_BEGIN = re.compile(r"(?:model\.)?(?:layers\.[0-9]|embed_tokens\.)|lm_head\.", re.ASCII)
+
+
+def matrices(module: str) -> tuple[str, str]:
+    """Return PEFT's names of a module's A and B."""
+    if module == EMBEDDING:
+        return "lora_embedding_A", "lora_embedding_B"
+    return "lora_A.weight", "lora_B.weight"
+
+
+def key_of(name: str) -> Key | None:
+    """Return the module and which of its tensors a name means; None if it is no adapter's."""
+    match = _TENSOR_NAME.fullmatch(name)
+    if match is None:
+        return None
+    module, part = match["module"], match["part"]
+    if part is None:
+        whole = ROWS if match["rows"] else SAVED_AGAIN if match["saved"] else match["whole"]
+        return None if match["layer"] else (module, whole)
+    if part == MAGNITUDE:  # ".weight" comes and goes with PEFT's version, but not behind ".default"
+        is_known = match["leaf"] == ".weight" or not (match["leaf"] or match["adapter"])
+        return (module, part) if is_known else None
+    part += match["leaf"]
+    known = (*matrices(module), *([] if module == EMBEDDING else [BIAS]))
+    return (module, part) if part in known else None
+
+
+def name_problem(name: str) -> str:
+    """Return why a name that means no tensor is refused."""
+    begin = _MODULE_BEGIN.search(name)
+    if begin is not None:
+        tail = name[begin.start() :]
+        inner = "model." if tail.startswith(("layers", "embed_tokens")) else ""
+        for right in (f"{PREFIX}{inner}{tail}", f"{PREFIX}{inner}{tail}".replace(".default", "")):
+            if key_of(right) is not None:
+                return f"PEFT does not read a tensor of this name: rename it to {right}"
+    if name.endswith((".lora_a", ".lora_b")):
+        return MLX_ADAPTER
+    return "it is not a tensor of LoRA or DoRA of a module that can be adapted: leave it out"
