@@ -231,6 +231,7 @@ def from_fields(error: drf.ValidationError) -> InvalidRequest:
     return InvalidRequest(message, param=param and _INDEX.sub(r"[\1]", param))
 
 
+_EXPECTED = re.compile(r"(Invalid data\. )?Expected a (list|dictionary)\b.* but got ")
 _INDEX = re.compile(r"\.([0-9]+)(?=\.|\Z)")
 NOTHING_HERE = "There is no such resource."
 
@@ -269,5 +270,12 @@ def _first_detail(detail: Any, path: str = "") -> tuple[str | None, str]:
         inner = detail[index]
         if isinstance(inner, dict | list):
             return _first_detail(inner, f"{path}.{index}" if path else str(index))
-        return path or None, str(inner)
-    return path or None, str(detail)
+        return path or None, _in_json_words(str(inner))
+    return path or None, _in_json_words(str(detail))
+
+
+def _in_json_words(message: str) -> str:
+    """Return a message of Django REST framework without the names of Python's types."""
+    if _EXPECTED.match(message) is None:
+        return message
+    return "It must be a list." if "a list" in message else "It must be an object."

@@ -188,9 +188,11 @@ class Request:
         if not token_ids:
             raise InvalidPrompt("the prompt has no tokens", param="token_ids")
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            place = next(i for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
+            others = f" (its ids are {min(token_ids)} to {max(token_ids)})" if place else ""
             raise InvalidPrompt(
-                f"token ids must be 0 to {vocab_size - 1}: the prompt has "
-                f"{min(token_ids)} to {max(token_ids)}",
+                f"token ids must be 0 to {vocab_size - 1}: the prompt has {token_ids[place]} at "
+                f"index {place}{others}",
                 param="token_ids",
             )
 

@@ -18,7 +18,7 @@ from controlplane.adapters.models import (
     today,
 )
 from controlplane.adapters.names import ModelName, parse_model_name
-from controlplane.errors import NotFound
+from controlplane.errors import InvalidRequest, NotFound
 
 _Row = TypeVar("_Row", bound=Model)
 
@@ -89,6 +89,33 @@ def base_model_resolve(name: str) -> ResolvedModel:
     if base_model is None:
         raise no_such_model(name)
     return _resolved_base(base_model)
+
+
+def imported_name(repository: str) -> str:
+    """Return the name of the version that was imported from a repository of the Hub: of those that
+    are ready the live one, else the newest.
+
+    Raises NotFound; InvalidRequest if it was imported as several adapters.
+    """
+    rows = AdapterVersion.objects.filter(
+        origin__repository=repository,
+        adapter__base_model__is_active=True,
+        status=AdapterVersion.Status.READY,
+    ).select_related("adapter")
+    versions = list(rows.order_by("-number")[:MAX_LIKE])
+    live = [each for each in versions if each.adapter.live_version_id == each.pk]
+    found = live or versions
+    if not found:
+        error = no_such_model(repository)
+        error.message += " A repository of the Hub can be named once it was imported."
+        raise error
+    if len({each.adapter_id for each in found}) > 1:
+        names = ", ".join(sorted({f"`{each.adapter.name}`" for each in found}))
+        raise InvalidRequest(
+            f"`{repository}` was imported as several adapters: name one of {names}.",
+            param="model",
+        )
+    return f"{found[0].adapter.name}@{found[0].number}"
 
 
 def check_serving(model: ResolvedModel, *, param: str = "model") -> None:

@@ -70,8 +70,11 @@ def judge_get(*, name: str, param: str | None = None) -> Judge:
 
 
 @transaction.atomic
-def judge_set(*, name: str, url: str, model: str, api_key: str = "") -> Judge:
-    """Make or replace a judge. Raises InvalidRequest for an address that may not be called."""
+def judge_set(*, name: str, url: str, model: str, api_key: str | None = None) -> Judge:
+    """Make or replace a judge. Raises InvalidRequest for an address that may not be called.
+
+    api_key  "": none; None: that of before, which is for the address of before alone
+    """
     check_unbound(_SHARED)
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
@@ -80,13 +83,16 @@ def judge_set(*, name: str, url: str, model: str, api_key: str = "") -> Judge:
         outbound.check(f"{url}/chat/completions")
     except Refused as error:
         raise InvalidRequest(str(error), param="url") from error
-    if not _KEY.fullmatch(api_key):
+    if not _KEY.fullmatch(api_key or ""):
         raise InvalidRequest("It is at most 500 visible ASCII characters.", param="api_key")
     known = Judge.objects.select_for_update().filter(name=name).first()
     if known is None and Judge.objects.count() >= MAX_JUDGES:
         raise Conflict(f"A tenant can have at most {MAX_JUDGES} judges.", code="too_many_judges")
-    sealed = peppered_cipher(_PURPOSE).encrypt(api_key.encode())
-    fields = {"url": url, "model": model, "sealed": sealed}
+    fields: dict[str, Any] = {"url": url, "model": model}
+    if api_key is None and known is not None and known.url != url:
+        raise InvalidRequest("Give the key for the new address, or an empty one.", param="api_key")
+    if api_key is not None or known is None:
+        fields["sealed"] = peppered_cipher(_PURPOSE).encrypt((api_key or "").encode())
     judge, is_new = Judge.objects.update_or_create(name=name, defaults=fields)
     after = {"name": name, "url": url, "model": model}
     record("created" if is_new else "changed", judge, after=after)

@@ -24,10 +24,10 @@ _ANSWER_FIELDS = {"role", "content", "tool_calls"}
 
 def _is_answer(value: dict[str, Any]) -> dict[str, Any]:
     if value.keys() - _ANSWER_FIELDS or value.get("role", "assistant") != "assistant":
-        raise ValueError("it is a message of the assistant: content, tool_calls")
+        raise ValueError("must be a message of the assistant: content, tool_calls")
     text = json.dumps(value)
     if len(text) > MAX_ANSWER_CHARS:
-        raise ValueError(f"it has at most {MAX_ANSWER_CHARS} characters")
+        raise ValueError(f"must have at most {MAX_ANSWER_CHARS} characters")
     without_nul(text.replace("\\u0000", "\0"))
     return value
 

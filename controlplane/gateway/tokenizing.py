@@ -17,16 +17,15 @@ from pydantic_core import PydanticCustomError
 from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.gateway.views import admit, gateway_view, read_body
-from controlplane.inference.bodies import Body, FirstFault
+from controlplane.inference.bodies import Body, FirstFault, refused
+from controlplane.inference.messages import Message
 from controlplane.inference.parsing import make_body, parse_body
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
     ChatBody,
     CompletionBody,
-    Message,
     ModelName,
     TokenId,
-    Unsupported,
 )
 from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
 
@@ -49,9 +48,9 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    continue_final_message: Unsupported = None
-    chat_template: Unsupported = None
-    chat_template_kwargs: Unsupported = None
+    continue_final_message: Annotated[Any, refused("send the text as prompt")] = None
+    chat_template: Annotated[Any, refused("the base model's own is used")] = None
+    chat_template_kwargs: Annotated[Any, refused("leave it out")] = None
 
     @model_validator(mode="after")
     def _is_one_of_two(self) -> Self:

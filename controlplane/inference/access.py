@@ -21,6 +21,7 @@ from controlplane.adapters.resolution import (
     ResolvedModel,
     base_model_resolve,
     check_serving,
+    imported_name,
     limit_names,
     model_resolve,
 )
@@ -160,6 +161,9 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
                 error.param = param
                 error.message += _way_out(principal, name)
                 raise
+            except ApiError as error:
+                error.param = param
+                raise
     for name, entry in zip(selector.names, found, strict=True):
         _keep((_key_id(principal), name), entry)
     return _caller(principal, selector, found)
@@ -167,6 +171,9 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
 
 def _ask(principal: Principal, name: str, asked: epochs.Stamp) -> _Known:
     """Look a name up: an alias comes before an adapter, an adapter before a base model."""
+    if "/" in name:
+        name = imported_name(name)
+        check_named(principal, name)
     plan = alias_resolve(name)
     if plan is None:
         return _Known(model_resolve(name), _limits(principal, limit_names(plain_name(name))), asked)
@@ -268,8 +275,9 @@ def _limits(principal: Principal, names: Iterable[str]) -> Limits:
 def _names(name: str) -> Iterable[str]:
     """Return the names in limits for a request that was accepted; of an alias all that answer."""
     try:
+        name = imported_name(name) if "/" in name else name
         plan = alias_resolve(name)
-    except NotFound:
+    except (NotFound, InvalidRequest):
         plan = None
     if plan is None:
         return limit_names(plain_name(name))

@@ -16,7 +16,8 @@ from typing import Any
 from controlplane.adapters.resolution import no_such_model
 from controlplane.aliases.models import AliasRevision
 from controlplane.aliases.resolution import AliasPlan
-from controlplane.inference.schemas import ChatBody, CompletionBody, Message
+from controlplane.inference.messages import Message
+from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.schemas import plan as plan_schema
 
 _MAX_KEPT = 1000

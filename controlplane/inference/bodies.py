@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 #: Of one object; more than any body has.
@@ -12,6 +19,8 @@ MAX_FIELDS = 100
 #: For lists of unbounded length: stop at the first fault. Otherwise pydantic keeps an error, of a
 #: kilobyte or two, for each faulty item.
 FirstFault: Any = Field(fail_fast=True)
+#: A short text that clients give for their own ends.
+Label = Annotated[str | None, Field(max_length=512)]
 
 
 class Body(BaseModel):
@@ -43,6 +52,26 @@ def without_nul(value: str) -> str:
     if "\0" in value:
         raise PydanticCustomError("value_error", "must not have null characters")
     return value
+
+
+def refused(advice: str, *, also_empty: bool = False) -> AfterValidator:
+    """Refuse a field for what the platform cannot do, and say what to do instead.
+
+    also_empty  whether an empty value asks for it, too; null never does
+    """
+
+    def check(value: Any) -> Any:
+        is_empty = value is False or value in ("", [], {})
+        if value is None or (is_empty and not also_empty):
+            return None
+        raise unsupported(advice)
+
+    return AfterValidator(check)
+
+
+def unsupported(advice: str, what: str = "is not supported") -> PydanticCustomError:
+    """Return the error for a value that the platform cannot serve: what it is, what to do."""
+    return PydanticCustomError("unsupported", "{what}: {advice}", {"what": what, "advice": advice})
 
 
 def at_most(number: int) -> BeforeValidator:

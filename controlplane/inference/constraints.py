@@ -86,9 +86,19 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
+#: The type of a `value` of TGI's -> the field that it has here.
+_TGIS = {
+    "json_object": "schema",
+    "json": "schema",
+    "regex": "pattern",
+    "json_schema": "json_schema",
+}
+
+
 class ResponseFormat(Body):
     """OpenAI's types and two more: `regex`, which the whole answer matches, and `choice`, one of
-    which it is. LoRAX gives `json_object` a `schema`; TGI also calls it `json`, with a `value`."""
+    which it is. LoRAX gives `json_object` a `schema`; TGI, which also calls it `json`, gives each a
+    `value`."""
 
     type: Literal["text", "json_object", "json", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
@@ -103,12 +113,13 @@ class ResponseFormat(Body):
         """Move TGI's `value` to the field that it has here."""
         if not isinstance(value, dict) or value.get("value") is None:
             return value
-        names = {"json_object": "schema", "json": "schema", "regex": "pattern"}
-        kind = value.get("type")
-        name = names.get(kind) if isinstance(kind, str) else None
+        kind, given = value.get("type"), value["value"]
+        name = _TGIS.get(kind) if isinstance(kind, str) else None
         if name is None or value.get(name) is not None:
-            raise ValueError("value: must be a schema (json_object) or a pattern (regex)")
-        return {name: value["value"]} | {k: v for k, v in value.items() if k not in ("value", name)}
+            raise ValueError("value: must be a schema (json, json_schema) or a pattern (regex)")
+        if name == "json_schema" and isinstance(given, dict):
+            given = {"name": "answer", **given}
+        return {name: given} | {k: v for k, v in value.items() if k not in ("value", name)}
 
     @model_validator(mode="after")
     def _what_its_type_needs_is_there(self) -> ResponseFormat:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from controlplane.errors import InvalidRequest
 from controlplane.inference.bodies import Body
-from controlplane.inference.faults import is_of_type, said
+from controlplane.inference.faults import is_other, said, words_of
 from controlplane.infra import finite_json
 
 _B = TypeVar("_B", bound=Body)
@@ -54,7 +54,7 @@ def _to_invalid_request(error: ValidationError, given: Any) -> InvalidRequest:
     # Of the members of a union that failed, the one that got furthest says most.
     paths = [_path(detail, given) for detail in details]
     best = max(
-        range(len(details)), key=lambda index: (len(paths[index]), not is_of_type(details[index]))
+        range(len(details)), key=lambda index: (len(paths[index]), not is_other(details[index]))
     )
     others = [details[i] for i in range(len(details)) if i != best and paths[i] == paths[best]]
     return _describe(details[best], paths[best], others)
@@ -75,10 +75,9 @@ def _path(detail: ErrorDetails, given: Any) -> list[str]:
 
 
 def _describe(detail: ErrorDetails, path: list[str], others: list[ErrorDetails]) -> InvalidRequest:
-    kind, message = detail["type"], detail["msg"]
+    kind, message = detail["type"], words_of(detail)
     if kind in ("value_error", "missing") and ": " in message:
-        # Of a whole object: "Value error, field: what is wrong".
-        message = message.removeprefix("Value error, ")
+        # Of a whole object: "field: what is wrong".
         field, problem = message.split(": ", 1)
         if " " not in field:  # else it is a sentence with a colon
             path, message = [*path, field], problem

@@ -17,15 +17,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body, FirstFault, Replayed, at_most, without_nul
+from controlplane.inference.bodies import Body, FirstFault, Label, at_most, refused, without_nul
 from controlplane.inference.constraints import Constrained
+from controlplane.inference.messages import Message
 from controlplane.inference.model_selector import ModelSelector, sticky_of
 from controlplane.inference.tools import (
     MAX_TOOLS,
     FunctionTool,
+    GivenChoice,
     Tool,
-    ToolCalls,
-    ToolChoice,
     bounded,
     check_tools,
     chosen,
@@ -46,16 +46,7 @@ MAX_WEIGHT = 100.0
 INT64 = 2**63 - 1
 
 
-def _refuse(value: Any) -> Any:
-    if value in (None, False, "", [], {}):
-        return None
-    raise PydanticCustomError("unsupported", "is not supported")
-
-
-Unsupported = Annotated[Any, AfterValidator(_refuse)]
-
-
-def _stops(value: Any) -> Any:
+def _stops(value: str | list[str] | None) -> list[str] | None:
     """Make a list of a single stop string."""
     return [value] if isinstance(value, str) else value
 
@@ -70,7 +61,8 @@ def _token_biases(value: dict[str, float] | None) -> dict[str, float] | None:
 Number = Annotated[int | None, Field(ge=1, le=MAX_CHOICES)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[
-    Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stops)
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
+    AfterValidator(_stops),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
@@ -88,7 +80,6 @@ Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 #: "" is the base model.
 NamedModel = Annotated[str | None, Field(max_length=MAX_MODEL_CHARS)]
-Label = Annotated[str | None, Field(max_length=512)]
 #: The tiers of OpenAI's clients; `GenerationBody.tier` is what they get.
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
 MetadataKey = Annotated[str, Field(max_length=64), AfterValidator(without_nul)]
@@ -227,76 +218,6 @@ class GenerationBody(Constrained):
         return self
 
 
-def _text_part(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "text":
-        raise no_text(value["type"])
-    return value
-
-
-def no_text(kind: str) -> PydanticCustomError:
-    """Return the error for a part of a message that is an image or the like."""
-    return PydanticCustomError(
-        "unsupported",
-        "is a part of type {kind}: the models here read text alone. Send parts of type text",
-        {"kind": f"`{kind[:40]}`"},
-    )
-
-
-class TextPart(Replayed):
-    type: Literal["text"]
-    text: str
-
-
-ContentPart = Annotated[TextPart, BeforeValidator(_text_part)]
-
-
-def _role(value: Any) -> Any:
-    if value == "function":
-        raise PydanticCustomError(
-            "unsupported",
-            "does not support function messages: send role tool, with the tool_call_id",
-        )
-    return value
-
-
-class Message(Replayed):
-    role: Annotated[
-        Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)
-    ]
-    content: str | Annotated[list[ContentPart], FirstFault] | None = None
-    name: Label = None
-    refusal: str | None = None
-    audio: Unsupported = None
-    tool_calls: ToolCalls = None
-    tool_call_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
-    function_call: Unsupported = None
-
-    @model_validator(mode="after")
-    def _fits_its_role(self) -> Message:
-        says_else = self.role == "assistant" and (self.tool_calls or self.refusal)
-        if self.content is None and not says_else:
-            raise PydanticCustomError("missing", "content: required")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: allowed only in an assistant's message")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id: required in a tool's message, and allowed only there")
-        return self
-
-    def rendered(self) -> dict[str, Any]:
-        """Return the message for the chat template."""
-        content = self.content or self.refusal or ""
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        # Templates of open models have no developer role; OpenAI's models treat both alike.
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
-
-
 #: Variables that the template is given anyway, or that clients must not set.
 _TEMPLATES_OWN = frozenset(
     ("messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
@@ -326,7 +247,25 @@ TemplateOptions = Annotated[
 
 
 def _no_functions(value: Any) -> Any:
-    return None if value in ("none", "auto") else _refuse(value)
+    """Drop the modes of `functions`, of which there are none here."""
+    return None if value in ("none", "auto") else value
+
+
+class PromptCacheOptions(Body):
+    """Accepted without effect: prompts share what they begin with anyway, within a tenant."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Label = None
+    prewarm: Annotated[Any, refused("a request itself fills the cache")] = None
+    comparison_response_id: Annotated[
+        Any, refused("usage has the cached tokens of each answer")
+    ] = None
+
+
+#: Of OpenAI's, about what asks for a judgement of prompts and answers.
+Moderation = Annotated[
+    Any, refused("nothing here moderates prompts or answers; leave it out", also_empty=True)
+]
 
 
 class ChatBody(GenerationBody):
@@ -344,19 +283,25 @@ class ChatBody(GenerationBody):
     service_tier: ServiceTier = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Label = None
+    moderation: Moderation = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Label = None
     verbosity: Label = None
     tools: Annotated[
         Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None, BeforeValidator(bounded)
     ] = None
-    tool_choice: ToolChoice | None = None
-    functions: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(_no_functions)] = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    web_search_options: Unsupported = None
+    tool_choice: GivenChoice = None
+    functions: Annotated[Any, refused("send tools")] = None
+    function_call: Annotated[Any, BeforeValidator(_no_functions), refused("send tool_choice")] = (
+        None
+    )
+    audio: Annotated[Any, refused("the models here write text alone")] = None
+    prediction: Annotated[Any, refused("leave it out: the answer is the same")] = None
+    web_search_options: Annotated[
+        Any, refused("nothing here searches the web", also_empty=True)
+    ] = None
 
     @model_validator(mode="after")
     def _tools_fit_together(self) -> ChatBody:
@@ -414,7 +359,7 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Number = None
     echo: bool | None = None
-    suffix: Unsupported = None
+    suffix: Annotated[Any, refused("the models here continue the prompt alone")] = None
     service_tier: ServiceTier = None
     metadata: Metadata = None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from contract.tool_calls import read_arguments
-from controlplane.inference.bodies import Body, Replayed
+from controlplane.inference.bodies import Body, Replayed, unsupported
 from controlplane.inference.json_schema import checked_schema
 
 MAX_TOOLS = 128
@@ -23,11 +23,27 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-def _only_functions(value: Any) -> Any:
+def only_functions(value: Any) -> Any:
+    """Return a tool, a call or a choice. Raises if it is of another type than a function."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise PydanticCustomError("unsupported", "is of a type that is not supported")
+        raise unsupported(
+            "the tools here are functions", f"is of type `{kind[:40]}`, which is not supported"
+        )
     return value
+
+
+def check_choice(value: Any) -> Any:
+    """Return a choice of tools. Raises if it is of a type that no tool here has."""
+    is_some = isinstance(value, dict) and value.get("type") == "allowed_tools"
+    return value if is_some else only_functions(value)
+
+
+def _named(value: Any) -> Any:
+    """Return a choice as OpenAI writes it: TGI's is a function's name alone."""
+    if isinstance(value, str) and value not in get_args(ToolMode) and value:
+        return {"type": "function", "function": {"name": value}}
+    return check_choice(value)
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +75,7 @@ class FunctionTool(Body):
         return {"type": "function", "function": function}
 
 
-Tool = Annotated[FunctionTool, BeforeValidator(_only_functions)]
+Tool = Annotated[FunctionTool, BeforeValidator(only_functions)]
 
 
 class FunctionNamed(Body):
@@ -75,7 +91,10 @@ class NamedTool(Body):
 
 class AllowedToolNames(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[Annotated[NamedTool, BeforeValidator(only_functions)]],
+        Field(min_length=1, max_length=MAX_TOOLS),
+    ]
 
 
 class AllowedTools(Body):
@@ -87,6 +106,7 @@ class AllowedTools(Body):
 
 ToolMode = Literal["none", "auto", "required"]
 ToolChoice = ToolMode | NamedTool | AllowedTools
+GivenChoice = Annotated[ToolChoice | None, BeforeValidator(_named)]
 
 
 class CalledFunction(Replayed):
@@ -115,7 +135,7 @@ def _some(calls: Any) -> Any:
 
 ToolCalls = Annotated[
     Annotated[
-        list[Annotated[ToolCall, BeforeValidator(_only_functions)]], Field(max_length=MAX_CALLS)
+        list[Annotated[ToolCall, BeforeValidator(only_functions)]], Field(max_length=MAX_CALLS)
     ]
     | None,
     BeforeValidator(_some),
@@ -164,7 +184,10 @@ def chosen(
     by_name = {tool.function.name: tool for tool in tools}
     for each in named:
         if each.function.name not in by_name:
-            raise ValueError(f"tool_choice: there is no tool {each.function.name}")
+            raise ValueError(
+                f"tool_choice: there is no tool {each.function.name}: it is none, auto, required "
+                "or one of tools"
+            )
     if isinstance(choice, NamedTool):
         return tools, f"={choice.function.name}"
     allowed = {each.function.name for each in named}

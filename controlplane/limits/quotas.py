@@ -97,14 +97,14 @@ _MESSAGES = {
 
 @transaction.atomic
 def quota_set(**values: int | None) -> TenantQuota:
-    """Set quotas of the tenant in scope; for those not named the settings' values apply."""
+    """Set quotas of the tenant in scope: those not named stay, for None the settings' apply."""
     row = TenantQuota.objects.select_for_update().first()
     before = _audit_fields(row) if row else None
     row = row or TenantQuota()
-    for name in TenantQuota.NAMES:
-        setattr(row, name, values.pop(name, None))
-    if values:
-        raise TypeError(f"no such quota: {', '.join(values)}")
+    for name, value in values.items():
+        if name not in TenantQuota.NAMES:
+            raise TypeError(f"no such quota: {name}")
+        setattr(row, name, value)
     row.save()
     record("changed" if before else "created", row, before=before, after=_audit_fields(row))
     return row

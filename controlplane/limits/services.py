@@ -98,20 +98,21 @@ def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
 def rate_limit_set(
     *, api_key_id: uuid.UUID | None = None, model: str = "", **limits: int | None
 ) -> RateLimit:
-    """Make or replace the limits of the tenant in scope, of one of its keys, or of a model.
+    """Set limits of the tenant in scope, of one of its keys, or of a model.
 
-    limits  by the names of `RateLimit.RATES`; those not named do not limit
+    limits  by the names of `RateLimit.RATES`; those not named stay, None does not limit
     Raises InvalidRequest for an invalid value.
     """
     if model:
         check_named(model, "model")
-    row = RateLimit.objects.filter(api_key_id=api_key_id, model=model).first()
+    rows = RateLimit.objects.select_for_update()
+    row = rows.filter(api_key_id=api_key_id, model=model).first()
     before = _audit_fields(row) if row else None
     row = row or RateLimit(api_key_id=api_key_id, model=model)
-    for name in RateLimit.RATES:
-        setattr(row, name, limits.pop(name, None))
-    if limits:
-        raise TypeError(f"no such limit: {', '.join(limits)}")
+    for name, value in limits.items():
+        if name not in RateLimit.RATES:
+            raise TypeError(f"no such limit: {name}")
+        setattr(row, name, value)
     return _checked_save(row, before)
 
 
@@ -125,21 +126,24 @@ def budget_set(
     *,
     api_key_id: uuid.UUID | None = None,
     period: str = Budget.Period.MONTH,
-    hard_limit: int | None = None,
-    soft_limit: int | None = None,
+    **limits: int | None,
 ) -> Budget:
-    """Make or replace a token budget of the tenant in scope, or of one of its keys.
+    """Set a token budget of the tenant in scope, or of one of its keys.
 
-    Raises InvalidRequest when neither limit is given, or the soft one is above the hard one.
+    limits  `hard_limit` and `soft_limit`; the one not named stays, None does not limit
+    Raises InvalidRequest when neither limits then, or the soft one is above the hard one.
     """
-    row = Budget.objects.filter(api_key_id=api_key_id, period=period).first()
+    rows = Budget.objects.select_for_update()
+    row = rows.filter(api_key_id=api_key_id, period=period).first()
     before = _audit_fields(row) if row else None
     row = row or Budget(api_key_id=api_key_id, period=period)
-    # A new limit is told again; the same one, set again, is not.
-    if row.hard_limit != hard_limit:
-        row.hard_limit, row.hard_told_for = hard_limit, None
-    if row.soft_limit != soft_limit:
-        row.soft_limit, row.soft_told_for = soft_limit, None
+    for name, value in limits.items():
+        if name not in ("hard_limit", "soft_limit"):
+            raise TypeError(f"no such limit: {name}")
+        # A new limit is told again; the same one, set again, is not.
+        if getattr(row, name) != value:
+            setattr(row, name, value)
+            setattr(row, name.replace("limit", "told_for"), None)
     return _checked_save(row, before)
 
 

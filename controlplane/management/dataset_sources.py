@@ -11,6 +11,7 @@ from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
 from controlplane.management.base import StrictSerializer, TenantAPIView
+from controlplane.management.fields import ChoiceField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training import sources
@@ -69,7 +70,7 @@ class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
 
 
 class DatasetSourceSetSerializer(StrictSerializer):
-    kind = serializers.ChoiceField(choices=["s3", "hub", "captured"])
+    kind = ChoiceField(["s3", "hub", "captured"])
     endpoint = serializers.CharField(
         required=False, max_length=300, help_text="Of s3: https://s3.eu-central-1.amazonaws.com"
     )
@@ -103,12 +104,13 @@ class DatasetSourceSetSerializer(StrictSerializer):
     )
     cron = serializers.CharField(
         required=False,
-        default="",
         max_length=100,
         allow_blank=True,
-        help_text="When it is pulled; empty: when asked for.",
+        help_text="When it is pulled; empty: when asked for. Left out: it stays as it is.",
     )
-    timezone = serializers.CharField(required=False, default="UTC", max_length=64)
+    timezone = serializers.CharField(
+        required=False, max_length=64, help_text="At first UTC. Left out: it stays as it is."
+    )
 
 
 def _divided(body: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -143,7 +145,8 @@ class DatasetSourceView(TenantAPIView):
     def put(self, request: Request, name: str) -> Response:
         """Set where rows are pulled from: a bucket of S3, a dataset of the Hub, captured requests.
 
-        The dataset need not exist. Credentials are stored encrypted, and never shown. Captured
+        The dataset need not exist. Credentials are stored encrypted, and never shown; those of the
+        Hub stay if they are left out and the place is the same. Captured
         requests need requests:content, too.
         """
         body = DatasetSourceSetSerializer.parsed(request)
@@ -155,8 +158,8 @@ class DatasetSourceView(TenantAPIView):
             kind=body["kind"],
             place=place,
             secrets=secrets,
-            cron_line=body["cron"],
-            timezone_name=body["timezone"],
+            cron_line=body.get("cron"),
+            timezone_name=body.get("timezone"),
         )
         return Response(DatasetSourceSerializer(source).data)
 

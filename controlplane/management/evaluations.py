@@ -223,7 +223,9 @@ class JudgeSetSerializer(StrictSerializer):
     )
     model = serializers.CharField(max_length=200)
     api_key = serializers.CharField(
-        required=False, default="", allow_blank=True, help_text="It is not shown again."
+        required=False,
+        allow_blank=True,
+        help_text="It is not shown again. Left out: it stays; needed if `url` changes.",
     )
 
 

@@ -42,6 +42,9 @@ _QUOTA_HELP = {
 }
 
 
+_STAYS = "Left out: it stays as it is."
+
+
 class QuotaStateSerializer(serializers.Serializer[Any]):
     limit = serializers.IntegerField()
     used = serializers.IntegerField(
@@ -63,10 +66,9 @@ class QuotaSetSerializer(StrictSerializer):
             name: serializers.IntegerField(
                 required=False,
                 allow_null=True,
-                default=None,
                 min_value=0,
                 max_value=_MAX_BIGINT if name in _LONG else _MAX_INT,
-                help_text=f"{text} Null: the default of all tenants.",
+                help_text=f"{text} Null: the default of all tenants. {_STAYS}",
             )
             for name, text in _QUOTA_HELP.items()
         }
@@ -92,16 +94,15 @@ def _rate(help_text: str) -> serializers.IntegerField:
     return serializers.IntegerField(
         required=False,
         allow_null=True,
-        default=None,
         min_value=1,
         max_value=_MAX_INT,
-        help_text=help_text,
+        help_text=f"{help_text} Null: not limited. {_STAYS}",
     )
 
 
 class RatesSerializer(StrictSerializer):
-    requests_per_minute = _rate("Null: not limited.")
-    tokens_per_minute = _rate("Null: not limited.")
+    requests_per_minute = _rate("Requests that begin within a minute.")
+    tokens_per_minute = _rate("Tokens, read and written, within a minute.")
     max_concurrent = _rate("Requests that are answered at the same time.")
     max_waiting = _rate("Requests that may wait for a worker.")
 
@@ -133,10 +134,9 @@ def _tokens(help_text: str) -> serializers.IntegerField:
     return serializers.IntegerField(
         required=False,
         allow_null=True,
-        default=None,
         min_value=0,
         max_value=_MAX_BIGINT,
-        help_text=help_text,
+        help_text=f"{help_text} Null: none. {_STAYS}",
     )
 
 
@@ -159,9 +159,10 @@ class LimitsView(TenantAPIView):
 
     @extend_schema("limits_set", request=LimitSetSerializer, responses=LimitSerializer)
     def put(self, request: Request) -> Response:
-        """Make or replace the limits of one key, of one model, or of a key's use of a model.
+        """Set the limits of one key, of one model, or of a key's use of a model.
 
-        Only the operator can set the limits of the whole tenant.
+        What is left out stays as it is; null removes it. Only the operator can set the limits of
+        the whole tenant.
         """
         body = LimitSetSerializer.parsed(request)
         if body["api_key"] is None and not body["model"]:
@@ -170,7 +171,7 @@ class LimitsView(TenantAPIView):
             lambda: services.rate_limit_set(
                 api_key_id=_key_id(self.principal, body["api_key"]),
                 model=body["model"],
-                **{name: body[name] for name in RateLimit.RATES},
+                **{name: body[name] for name in RateLimit.RATES if name in body},
             )
         )
         return Response(LimitSerializer(row).data)
@@ -211,14 +212,16 @@ class BudgetsView(TenantAPIView):
 
     @extend_schema("budgets_set", request=BudgetSetSerializer, responses=BudgetSerializer)
     def put(self, request: Request) -> Response:
-        """Make or replace the daily or monthly budget of the tenant, or of a key."""
+        """Set the daily or monthly budget of the tenant, or of a key.
+
+        What is left out stays as it is; null removes it.
+        """
         body = BudgetSetSerializer.parsed(request)
         row = _once(
             lambda: services.budget_set(
                 api_key_id=_key_id(self.principal, body["api_key"]),
                 period=body["period"],
-                hard_limit=body["hard_limit"],
-                soft_limit=body["soft_limit"],
+                **{name: body[name] for name in ("hard_limit", "soft_limit") if name in body},
             )
         )
         return Response(BudgetSerializer(row).data)

@@ -25,7 +25,7 @@ from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.training import picking, services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
-from controlplane.training.schedule_rules import DEFAULTS
+from controlplane.training.schedule_rules import settings_changed
 
 _NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
 _APPEND = OpenApiParameter(
@@ -153,13 +153,11 @@ class ScheduleRulesSerializer(StrictSerializer):
 
     skip_unchanged = serializers.BooleanField(
         required=False,
-        default=DEFAULTS["skip_unchanged"],
         help_text="Skip a slot if rows and settings are those of the adapter's last run that "
         "succeeded.",
     )
     window = serializers.CharField(
         required=False,
-        default=DEFAULTS["window"],
         allow_blank=True,
         max_length=11,
         help_text="Hours in which runs may begin, in the schedule's time zone: `22:00-06:00`.",
@@ -167,30 +165,27 @@ class ScheduleRulesSerializer(StrictSerializer):
     misfire = ChoiceField(
         Schedule.Misfire.choices,
         required=False,
-        default=DEFAULTS["misfire"],
         help_text="What becomes of slots that could not run within `grace_s`.",
     )
-    grace_s = serializers.IntegerField(
-        required=False, default=DEFAULTS["grace_s"], help_text="So late a slot is still on time."
-    )
+    grace_s = serializers.IntegerField(required=False, help_text="So late a slot is still on time.")
     max_runs_per_day = serializers.IntegerField(
-        required=False, default=None, allow_null=True, help_text="In 24 hours."
+        required=False, allow_null=True, help_text="In 24 hours; null: any number."
     )
 
 
 class ScheduleSetSerializer(ScheduleRulesSerializer):
     dataset = serializers.CharField(max_length=63)
     validation_dataset = serializers.CharField(
-        required=False, max_length=63, help_text=_VALIDATION_HELP
+        required=False, allow_null=True, max_length=63, help_text=_VALIDATION_HELP
     )
     cron = serializers.CharField(
         max_length=100, help_text="Minute, hour, day, month, weekday: `30 2 * * *` is nightly."
     )
     timezone = serializers.CharField(
-        required=False, default="UTC", max_length=64, help_text="An IANA name: Europe/Berlin."
+        required=False, max_length=64, help_text="An IANA name: Europe/Berlin; at first UTC."
     )
     hyperparameters = serializers.JSONField(required=False, help_text=_HYPERPARAMETERS_HELP)
-    is_paused = serializers.BooleanField(required=False, default=False)
+    is_paused = serializers.BooleanField(required=False)
 
 
 class DatasetsView(TenantAPIView):
@@ -313,19 +308,14 @@ class ScheduleView(TenantAPIView):
 
     @extend_schema(request=ScheduleSetSerializer, responses=ScheduleSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Retrain the adapter by a cron line in a time zone; replaces its schedule."""
+        """Retrain the adapter by a cron line in a time zone.
+
+        What is left out stays as it is; a new schedule has the defaults.
+        """
         adapter = adapter_get(name=name)
         body = ScheduleSetSerializer.parsed(request)
-        schedule = services.schedule_set(
-            adapter=adapter,
-            dataset_name=body["dataset"],
-            cron_line=body["cron"],
-            timezone_name=body["timezone"],
-            hyperparameters=body.get("hyperparameters"),
-            validation_dataset_name=body.get("validation_dataset"),
-            is_paused=body["is_paused"],
-            rules={name: body[name] for name in DEFAULTS},
-        )
+        known = Schedule.objects.filter(adapter=adapter).first()
+        schedule = services.schedule_set(adapter=adapter, **settings_changed(known, body))
         return Response(ScheduleSerializer(schedule).data)
 
     @extend_schema(responses={204: None})

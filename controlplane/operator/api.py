@@ -17,7 +17,6 @@ from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.tenants import tenant_delete, tenant_restore
 from controlplane.errors import InvalidRequest, NotFound, from_fields
 from controlplane.limits import quotas
-from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.limits.services import rate_limit_set
 from controlplane.management.adapters import BaseModelSerializer
 from controlplane.management.base import StrictSerializer
@@ -253,11 +252,14 @@ class TenantLimitsView(OperatorAPIView):
 
     @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
     def put(self, request: Request, slug: str) -> Response:
-        """Set the limits of a whole tenant. The tenant cannot change them."""
+        """Set the limits of a whole tenant, which it cannot change.
+
+        What is left out stays as it is; null removes it.
+        """
         tenant = tenant_to_change(slug)
         body = RatesSerializer.parsed(request)
         with tenant_scope(tenant.id):
-            row = rate_limit_set(**{name: body[name] for name in RateLimit.RATES})
+            row = rate_limit_set(**body)
         return Response(LimitSerializer(row).data)
 
 
@@ -273,11 +275,11 @@ class TenantQuotaView(OperatorAPIView):
 
     @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
     def put(self, request: Request, slug: str) -> Response:
-        """Set a tenant's quotas. What it already has stays."""
+        """Set a tenant's quotas. What it already has stays, and so do quotas that are left out."""
         tenant = tenant_to_change(slug)
         body = QuotaSetSerializer.parsed(request)
         with tenant_scope(tenant.id):
-            quotas.quota_set(**{name: body[name] for name in TenantQuota.NAMES})
+            quotas.quota_set(**body)
             return Response(QuotaSerializer(quotas.quota_state()).data)
 
 

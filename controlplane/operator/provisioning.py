@@ -44,7 +44,7 @@ from controlplane.tenants.permissions import DEFAULT_SCOPES, DEVELOPER, Permissi
 from controlplane.tenants.roles import PERMISSIONS
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Schedule
-from controlplane.training.schedule_rules import rules_of
+from controlplane.training.schedule_rules import settings_changed
 from controlplane.training.services import schedule_set
 
 #: What a part of the document needs besides `tenants:write`.
@@ -312,27 +312,13 @@ def _schedule(path: str, entry: _Document, outcome: Provisioned) -> None:
     adapter = Adapter.objects.filter(name=name).first()
     if adapter is None:
         raise NotFound("There is no such adapter.", param="adapter")
-    known = Schedule.objects.select_related("dataset").filter(adapter=adapter).first()
-    before: dict[str, Any] = {"timezone": "UTC", "hyperparameters": {}, "is_paused": False}
-    if known is not None:
-        before = {
-            **{field: getattr(known, field) for field in ("cron", *before)},
-            "dataset": known.dataset.name,
-        }
-    wanted = {**before, **{field: value for field, value in entry.items() if field != "adapter"}}
+    known = Schedule.objects.filter(adapter=adapter).first()
+    before = settings_changed(known, {}) if known else None
+    changed = {field: value for field, value in entry.items() if field != "adapter"}
+    wanted = settings_changed(known, changed)
     wanted["hyperparameters"] = checked_hyperparameters(wanted["hyperparameters"])
     if wanted == before:
         outcome.add(path, name, Result.UNCHANGED)
         return
-    schedule_set(
-        adapter=adapter,
-        dataset_name=wanted["dataset"],
-        cron_line=wanted["cron"],
-        timezone_name=wanted["timezone"],
-        hyperparameters=wanted["hyperparameters"],
-        is_paused=wanted["is_paused"],
-        # The document does not have them.
-        validation_dataset_name=getattr(known.validation_dataset if known else None, "name", None),
-        rules=rules_of(known) if known else None,
-    )
-    outcome.add(path, name, Result.CREATED if known is None else Result.CHANGED)
+    schedule_set(adapter=adapter, **wanted)
+    outcome.add(path, name, Result.CHANGED if known else Result.CREATED)

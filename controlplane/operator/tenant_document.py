@@ -7,7 +7,6 @@ from typing import Any
 
 from rest_framework import serializers
 
-from controlplane.limits.models import RateLimit, TenantQuota
 from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
 from controlplane.management.limits import QuotaSetSerializer, RatesSerializer
@@ -71,26 +70,8 @@ class DocumentScheduleSerializer(StrictSerializer):
     is_paused = serializers.BooleanField(required=False)
 
 
-def _optional(serializer: type[StrictSerializer], names: tuple[str, ...]) -> Any:
-    """Return the serializer with no default: a field that is left out stays as it is."""
-
-    class Optional(serializer):  # type: ignore[valid-type, misc]
-        def get_fields(self) -> dict[str, Any]:
-            fields = super().get_fields()
-            for name in names:
-                fields[name].default = serializers.empty
-            return dict(fields)
-
-    Optional.__name__ = f"Document{serializer.__name__.replace('Set', '')}"
-    return Optional
-
-
 def _list_of(serializer: Callable[..., Any], most: int) -> Any:
     return serializer(many=True, required=False, max_length=most)
-
-
-DocumentRatesSerializer = _optional(RatesSerializer, RateLimit.RATES)
-DocumentQuotaSerializer = _optional(QuotaSetSerializer, TenantQuota.NAMES)
 
 
 class TenantDocumentSerializer(StrictSerializer):
@@ -98,8 +79,8 @@ class TenantDocumentSerializer(StrictSerializer):
     status = ChoiceField([status.value for status in SETTABLE], required=False)
     owner = OwnerSerializer(required=False)
     keys = _list_of(DocumentKeySerializer, MAX_KEYS)
-    limits = DocumentRatesSerializer(required=False, help_text="Of the whole tenant.")
-    quota = DocumentQuotaSerializer(required=False)
+    limits = RatesSerializer(required=False, help_text="Of the whole tenant.")
+    quota = QuotaSetSerializer(required=False)
     adapters = _list_of(DocumentAdapterSerializer, MAX_ADAPTERS)
     schedules = _list_of(DocumentScheduleSerializer, MAX_SCHEDULES)
 

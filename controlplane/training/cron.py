@@ -13,6 +13,8 @@ import zoneinfo
 
 from cronsim import CronSim, CronSimError
 
+NEVER = "it never fires: its months have no such day"
+
 
 def check_timezone(name: str) -> None:
     """Raise ValueError unless it is a zone of the IANA database."""
@@ -33,7 +35,8 @@ def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
     Raises ValueError when the cron line or the zone is wrong, or when the line never fires.
     """
     check_timezone(timezone)
-    if len(cron.split()) != 5:  # with six, cronsim reads the first as seconds
+    fields = cron.split()
+    if len(fields) != 5:  # with six, cronsim reads the first as seconds
         raise ValueError("it must have five fields: minute, hour, day, month, weekday")
     try:
         slots = CronSim(cron, after.astimezone(zoneinfo.ZoneInfo(timezone)))
@@ -43,8 +46,18 @@ def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
             if moment > after:
                 return moment
     except CronSimError as error:
+        if _is_cron([*fields[:3], "*", fields[4]]) and _is_cron([*fields[:2], "*", *fields[3:]]):
+            raise ValueError(NEVER) from error  # the day and the month are right, each alone
         raise ValueError(f"it is not a cron line: {error}") from error
-    raise ValueError("it never fires")
+    raise ValueError(NEVER)
+
+
+def _is_cron(fields: list[str]) -> bool:
+    try:
+        CronSim(" ".join(fields), dt.datetime(2000, 1, 1))
+    except CronSimError:
+        return False
+    return True
 
 
 def slots_until(

@@ -32,6 +32,29 @@ def rules_of(schedule: Schedule) -> dict[str, Any]:
     return rules | {"grace_s": round(schedule.grace.total_seconds())}
 
 
+def settings_changed(known: Schedule | None, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `services.schedule_set` for a change; what it leaves out stays.
+
+    changed  by its name in the API; a new schedule needs `dataset` and `cron`
+    """
+    before: dict[str, Any] = {"timezone": "UTC", "hyperparameters": {}, "is_paused": False}
+    if known is not None:
+        before = {name: getattr(known, name) for name in ("cron", *before)}
+        before["dataset"] = known.dataset.name
+        before["validation_dataset"] = getattr(known.validation_dataset, "name", None)
+    rules = rules_of(known) if known else DEFAULTS
+    wanted = {**before, **changed}
+    return {
+        "dataset_name": wanted["dataset"],
+        "cron_line": wanted["cron"],
+        "timezone_name": wanted["timezone"],
+        "hyperparameters": wanted["hyperparameters"],
+        "validation_dataset_name": wanted.get("validation_dataset"),
+        "is_paused": wanted["is_paused"],
+        "rules": {name: wanted.get(name, rules[name]) for name in rules},
+    }
+
+
 def rules_checked(given: Mapping[str, Any], timezone: str) -> dict[str, Any]:
     """Return the fields of `Schedule` for rules; what is left out has its default.
 
@@ -59,7 +82,7 @@ def rules_checked(given: Mapping[str, Any], timezone: str) -> dict[str, Any]:
 def window_of(text: str, timezone: str) -> DailyWindow | None:
     """Return the window; None: it is always open. Raises InvalidRequest."""
     try:
-        if len(text) > len("22:00-06:00"):
+        if len(text) > len("22:00-06:00") or (text and text.count(":") != 2):
             raise ValueError("write it as 22:00-06:00; it is in the schedule's time zone")
         return DailyWindow.parse(f"{text} {timezone}") if text else None
     except ValueError as error:

@@ -38,14 +38,16 @@ def source_set(
     kind: str,
     place: Mapping[str, str],
     secrets: Mapping[str, str],
-    cron_line: str = "",
-    timezone_name: str = "UTC",
+    cron_line: str | None = None,
+    timezone_name: str | None = None,
 ) -> DatasetSource:
     """Make or replace the source of the dataset of this name, which need not exist yet.
 
     place    endpoint, region, bucket, prefix of s3; repository, revision, prefix of hub; only and
              model of captured requests
-    secrets  access_key_id, secret_access_key, session_token; or token
+    secrets  access_key_id, secret_access_key, session_token; or token. Without any, those of before
+             stay if the place is the same
+    What is None stays as it is.
     Objects that were pulled from the same place are not pulled again. Raises InvalidRequest that
     names the field, Conflict for too many sources.
     """
@@ -61,10 +63,14 @@ def source_set(
             outbound.check(f"{place['endpoint']}/")
         except Refused as error:
             raise InvalidRequest(str(error), param="endpoint") from error
-    next_pull_at = next_slot(cron_line, timezone_name)
     known = DatasetSource.objects.select_for_update().filter(name=name).first()
     if known is not None:
         _check_place(known.kind, known.place)
+    if cron_line is None:
+        cron_line = known.cron if known else ""
+    if timezone_name is None:
+        timezone_name = known.timezone if known else "UTC"
+    next_pull_at = next_slot(cron_line, timezone_name)
     if known is None and DatasetSource.objects.count() >= MAX_SOURCES:
         raise Conflict(f"A tenant can have at most {MAX_SOURCES} sources.", code="too_many_sources")
     is_same = known is not None and (known.kind, known.place) == (kind, dict(place))
@@ -74,7 +80,7 @@ def source_set(
         defaults={
             "kind": kind,
             "place": dict(place),
-            "sealed": pull_sources.seal(secrets),
+            **({} if is_same and not secrets else {"sealed": pull_sources.seal(secrets)}),
             "cron": cron_line,
             "timezone": timezone_name,
             "next_pull_at": next_pull_at,

@@ -121,12 +121,60 @@ def test_a_typing_error_beside_the_messages_is_still_found(served: Served) -> No
     assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
 
 
-def test_a_refusal_that_is_sent_back_is_its_messages_text(served: Served) -> None:
-    refused = {"role": "assistant", "content": None, "refusal": "No. " * 200}
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": None, "refusal": "No. " * 200},
+        {"content": [{"type": "refusal", "refusal": "No. " * 200}]},
+    ],
+)
+def test_a_refusal_that_is_sent_back_is_its_messages_text(
+    served: Served, said: dict[str, Any]
+) -> None:
+    refused = {"role": "assistant", **said}
     messages = [*say("x"), refused, *say("y")]
     answer = chat(served, model=ROOMY_NAME, messages=messages, max_tokens=1)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] > 600
+
+
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+NAMED = {"type": "function", "name": "weather"}
+NO = [{"type": "refusal", "refusal": "No, never."}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
+        {"moderation": None, "web_search_options": None, "prediction": None},
+        {"tools": [WEATHER], "tool_choice": "weather"},
+    ],
+)
+def test_a_chat_of_todays_clients_is_answered(served: Served, fields: dict[str, Any]) -> None:
+    answer = chat(served, **fields)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_options": {"mode": "explicit"}, "moderation": None, "max_tool_calls": 3},
+        {"reasoning": {"effort": "low", "mode": "standard", "context": "auto"}},
+        {
+            "tools": [{**NAMED, "output_schema": None, "allowed_callers": None}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]},
+        },
+        {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
+        {"input": [*say("a"), {"type": "message", "role": "assistant", "content": NO}, *say("b")]},
+    ],
+)
+def test_a_response_of_todays_clients_is_made(served: Served, fields: dict[str, Any]) -> None:
+    body = {"model": FAKE_NAME, "input": "hi", "max_output_tokens": 30, **fields}
+    answer = post(served, "/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    if "tool_choice" in fields:
+        assert answer.json()["tool_choice"] == fields["tool_choice"]
 
 
 def test_reasoning_among_a_responses_items_is_passed_over(served: Served) -> None:

@@ -50,12 +50,17 @@ def set_(
         typer.Option("--dataset", help="To train on.", autocompletion=completer("datasets")),
     ],
     cron: Annotated[str, typer.Option("--cron", help="'30 2 * * *' is every night at 2:30.")],
-    timezone: Annotated[str, typer.Option("--timezone", help="As Europe/Berlin.")] = "UTC",
+    timezone: Annotated[
+        str | None, typer.Option("--timezone", help="As Europe/Berlin; at first UTC.")
+    ] = None,
     hyperparameter: Annotated[
         list[str] | None,
         typer.Option("--set", help="As rank=8, max_steps=200; repeatable.", metavar="NAME=VALUE"),
     ] = None,
-    paused: Annotated[bool, typer.Option("--paused", help="Keep it, but start nothing.")] = False,
+    paused: Annotated[
+        bool | None,
+        typer.Option("--paused/--resumed", help="Keep it, but start nothing; or start."),
+    ] = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,9 +71,10 @@ def set_(
         ),
     ] = None,
 ) -> None:
-    """Train an adapter again by a cron line; replaces its schedule."""
-    body: dict[str, Any] = {"dataset": dataset, "cron": cron, "timezone": timezone}
-    body |= {"is_paused": paused, **read_settings(rule or [])}
+    """Train an adapter again by a cron line; what is left out stays as it is."""
+    body: dict[str, Any] = {"dataset": dataset, "cron": cron, **read_settings(rule or [])}
+    given = {"timezone": timezone, "is_paused": paused}
+    body |= {name: value for name, value in given.items() if value is not None}
     if hyperparameter:
         body["hyperparameters"] = read_settings(hyperparameter)
     session.print_one(session.send("PUT", "adapters", adapter, "schedule", body=body), _COLUMNS)

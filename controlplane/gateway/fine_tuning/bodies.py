@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from contract.training import BOUNDS, Hyperparameters
 from controlplane.fine_tuning.services import JobForm
-from controlplane.inference.bodies import Body, at_most, without_nul
+from controlplane.inference.bodies import Body, at_most, refused, without_nul
 from controlplane.inference.schemas import Metadata
 
 DEFAULTS = Hyperparameters()
@@ -20,23 +20,16 @@ FileName = Annotated[str, Field(max_length=100)]
 
 #: OpenAI's other methods. PEFT has no trainer for DPO.
 _METHODS = ("dpo", "reinforcement")
+_SUPERVISED = "train with the method supervised"
 
 
 def _supervised(value: str) -> str:
     if value != "supervised":
-        named = f"{value} is not offered" if value in _METHODS else "it is not known"
-        raise PydanticCustomError("unsupported", f"is supervised; {named}")  # type: ignore[arg-type]
+        named = f"{value} is not offered" if value in _METHODS else f"`{value[:40]}` is not known"
+        raise PydanticCustomError(
+            "unsupported", "must be one that is supervised; {named}", {"named": named}
+        )
     return value
-
-
-def _none_of(value: Any) -> Any:
-    if value:
-        raise PydanticCustomError("unsupported", "is not supported")
-    return value
-
-
-#: For fields of OpenAI's that we do not have; empty ones are accepted.
-Missing = Annotated[Any, AfterValidator(_none_of)]
 
 
 def _bounded(name: str) -> Any:
@@ -75,8 +68,8 @@ class MethodBody(Body):
 
     type: Annotated[str, AfterValidator(_supervised)]
     supervised: SupervisedBody | None = None
-    dpo: Missing = None
-    reinforcement: Missing = None
+    dpo: Annotated[Any, refused(_SUPERVISED)] = None
+    reinforcement: Annotated[Any, refused(_SUPERVISED)] = None
 
 
 def _are_ours(value: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +100,7 @@ class FineTuningJobBody(Body):
     method: MethodBody | None = None
     seed: Annotated[int, _bounded("seed")] | None = None
     metadata: Metadata = None
-    integrations: Missing = None
+    integrations: Annotated[Any, refused("webhooks and the job's events tell the same")] = None
     lorikeet: Extras | None = None
 
     @model_validator(mode="after")

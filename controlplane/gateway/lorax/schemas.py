@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from controlplane.inference.bodies import Body
+from controlplane.inference.bodies import Body, refused
+from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.json_schema import checked_schema
 from controlplane.inference.schemas import (
     MAX_ADAPTERS,
@@ -18,7 +19,6 @@ from controlplane.inference.schemas import (
     MAX_WEIGHT,
     ModelName,
     StopString,
-    Unsupported,
 )
 
 MAX_BEST_OF = 8
@@ -68,6 +68,12 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+def _valued(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() != {"type", "value"}:
+        raise ValueError("must have a type (json, regex or json_schema) and a value")
+    return value
+
+
 class Parameters(Body):
     """The `parameters` of a body."""
 
@@ -79,7 +85,7 @@ class Parameters(Body):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_k: Annotated[int | None, Field(gt=0, le=1_000_000)] = None
     top_p: Annotated[float | None, Field(gt=0, lt=1)] = None
-    typical_p: Unsupported = None
+    typical_p: Annotated[Any, refused("send top_p")] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     seed: Annotated[int | None, Field(ge=0, le=UINT64)] = None
     best_of: Annotated[int | None, Field(gt=0, le=MAX_BEST_OF)] = None
@@ -88,12 +94,16 @@ class Parameters(Body):
     stop: Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
     return_full_text: bool = False
     truncate: Annotated[int | None, Field(gt=0, le=10_000_000)] = None
-    watermark: Unsupported = None
+    watermark: Annotated[Any, refused("leave it out")] = None
     details: bool = False
-    decoder_input_details: Unsupported = None
+    decoder_input_details: Annotated[Any, refused("/v1/completions has prompt_logprobs")] = None
     return_k_alternatives: Annotated[int | None, Field(gt=0, le=MAX_ALTERNATIVES)] = None
     apply_chat_template: bool = False
     response_format: JsonFormat | None = None
+    # TGI's, whose clients call the same addresses.
+    grammar: Annotated[ResponseFormat | None, BeforeValidator(_valued)] = None
+    frequency_penalty: Annotated[Any, refused("send repetition_penalty")] = None
+    top_n_tokens: Annotated[Any, refused("send return_k_alternatives")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +120,8 @@ class Parameters(Body):
             raise ValueError("seed: must not be set when best_of is above 1")
         if self.truncate is not None and self.apply_chat_template:
             raise ValueError("truncate: cannot be combined with apply_chat_template")
+        if self.grammar is not None and self.response_format is not None:
+            raise ValueError("grammar: cannot be combined with response_format: give one of them")
         return self
 
     @property

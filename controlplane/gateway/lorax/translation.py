@@ -7,19 +7,20 @@ import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from contract.protocol import GenerateJob
-from controlplane.errors import InvalidRequest
+from controlplane.errors import ApiError, InvalidRequest
 from controlplane.gateway.lorax.schemas import GenerateBody, Parameters
 from controlplane.inference.bodies import FirstFault
 from controlplane.inference.constraints import ResponseFormat
+from controlplane.inference.messages import Message
+from controlplane.inference.parsing import make_body
 from controlplane.inference.schemas import (
     INT64,
     MAX_MESSAGES,
     AdapterPart,
     ChatBody,
-    Message,
 )
 from controlplane.infra import finite_json
 
@@ -72,11 +73,14 @@ def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: 
         "response_format": _response_format(parameters),
         **_named(parameters, base_model),
     }
-    try:
-        return ChatBody(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InvalidRequest(first["msg"], param=".".join(map(str, first["loc"]))) from None
+    return make_body(ChatBody, **fields)
+
+
+def in_our_words(error: ApiError, parameters: Parameters) -> ApiError:
+    """Return the error with TGI's name for the field of a grammar."""
+    if parameters.grammar is not None and (error.param or "").startswith("response_format"):
+        error.param = "parameters.grammar"
+    return error
 
 
 def as_raw_text(body: GenerateBody) -> Callable[[GenerateJob], GenerateJob]:
@@ -118,7 +122,7 @@ def _messages(body: GenerateBody) -> list[Message]:
 def _response_format(parameters: Parameters) -> ResponseFormat | None:
     form = parameters.response_format
     if form is None:
-        return None
+        return parameters.grammar
     if form.schema_ is None:
         return ResponseFormat(type="json_object")
     schema = {"name": "response", "schema": form.schema_}
@@ -132,8 +136,22 @@ def _named(parameters: Parameters, base_model: str) -> dict[str, Any]:
             AdapterPart(name=model_name(adapter_id), weight=weight)
             for adapter_id, weight in zip(merged.ids, merged.weights, strict=True)
         ]
+        for part in parts:
+            _known_here(part.called, parameters)
         return {"adapters": parts}
     adapter_id = parameters.adapter_id
     if adapter_id is None or adapter_id in NO_ADAPTER:
         return {"model": base_model}
-    return {"model": model_name(adapter_id)}
+    return {"model": _known_here(model_name(adapter_id), parameters)}
+
+
+def _known_here(name: str, parameters: Parameters) -> str:
+    """Return a model's name. Raises InvalidRequest for an adapter that only a store has."""
+    source = parameters.adapter_source
+    if "/" in name and source not in (None, "hub"):
+        raise InvalidRequest(
+            f"No adapter is read from the source `{source}`: upload it, and give its name as "
+            "adapter_id.",
+            param="parameters.adapter_source",
+        )
+    return name

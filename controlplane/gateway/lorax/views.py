@@ -119,12 +119,15 @@ async def _submitted(
     chat = translation.chat_body(
         body, base_model="" if base is None else base.name, seed=seed, stream=stream
     )
-    generation = await admit(
-        request,
-        chat,
-        endpoint=f"/{request.path.lstrip('/')}",
-        adjust=translation.as_raw_text(body),
-    )
+    try:
+        generation = await admit(
+            request,
+            chat,
+            endpoint=f"/{request.path.lstrip('/')}",
+            adjust=translation.as_raw_text(body),
+        )
+    except ApiError as error:
+        raise translation.in_our_words(error, parameters) from None
     answer = LoraxAnswer(
         prompt=body.inputs if parameters.return_full_text else "",
         with_details=parameters.details,

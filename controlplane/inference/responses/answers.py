@@ -17,7 +17,7 @@ from contract.protocol import FinishReason, TokenEvent, Usage
 from contract.tool_calls import CallReader, Piece
 from controlplane.errors import ApiError
 from controlplane.inference.answers import drafts_body, one_line
-from controlplane.inference.responses.schemas import NamedChoice, ResponsesBody
+from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.service import Generation
 
 Json = dict[str, Any]
@@ -204,7 +204,7 @@ class ResponsesAnswer:
         body = self._body
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         choice = body.tool_choice
-        shown_choice = choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto"
+        shown_choice = choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
         return {
             "id": self._id,
             "object": "response",
@@ -218,7 +218,7 @@ class ResponsesAnswer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": list(output),

@@ -12,15 +12,24 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.protocol import GenerateJob
-from controlplane.inference.bodies import Body, FirstFault, Replayed
+from controlplane.inference.bodies import (
+    Body,
+    FirstFault,
+    Label,
+    Replayed,
+    refused,
+    unsupported,
+)
+from controlplane.inference.messages import Refusal, check_refusals, readable, which_part
 from controlplane.inference.schemas import (
     MAX_MESSAGES,
     Adapters,
-    Label,
     MaxTokens,
     Metadata,
+    Moderation,
     NamedModel,
     Penalty,
+    PromptCacheOptions,
     Seed,
     ServiceTier,
     Share,
@@ -28,32 +37,31 @@ from controlplane.inference.schemas import (
     Stops,
     Temperature,
     TopK,
-    Unsupported,
-    no_text,
 )
-from controlplane.inference.tools import MAX_TOOLS
+from controlplane.inference.tools import (
+    MAX_TOOLS,
+    FunctionName,
+    check_choice,
+    only_functions,
+)
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _part(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in _TEXT_PARTS:
-        raise no_text(kind)
-    return value
-
-
-class _TextPart(Replayed):
+class TextPart(Replayed):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-TextPart = Annotated[_TextPart, BeforeValidator(_part)]
+Part = Annotated[
+    Annotated[Annotated[TextPart, Tag("a text")] | Refusal, Discriminator(which_part)],
+    readable(*_TEXTS, "refusal"),
+]
 #: Tokens that truncation auto leaves for an answer without a limit.
 DEFAULT_ROOM = 256
 
-Content = str | Annotated[list[TextPart], FirstFault]
+Content = str | Annotated[list[Part], FirstFault]
 
 
 def text_of(content: Content) -> str:
@@ -65,16 +73,33 @@ class MessageItem(Replayed):
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
+    @model_validator(mode="after")
+    def _refusals_are_the_assistants(self) -> MessageItem:
+        check_refusals(self.role, self.content)
+        return self
+
+
+def _direct(value: Any) -> Any:
+    """Drop the caller of a function if it is the model, as it is always here."""
+    return None if isinstance(value, dict) and value.get("type") == "direct" else value
+
+
+NOTHING_CALLS = "only the model itself calls functions here"
+Caller = Annotated[Any, BeforeValidator(_direct), refused(NOTHING_CALLS)]
+Namespace = Annotated[Any, refused("functions have no namespaces here")]
+Async = Annotated[Any, refused("send the call with its result"), Field(alias="async")]
+
 
 class FunctionCallItem(Replayed):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
-    name: str
+    name: FunctionName
     arguments: str
-    namespace: Unsupported = None
-    caller: Unsupported = None
+    namespace: Namespace = None
+    caller: Caller = None
+    async_: Async = None
 
 
 class FunctionOutputItem(Replayed):
@@ -83,6 +108,8 @@ class FunctionOutputItem(Replayed):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
     output: Content
+    namespace: Namespace = None
+    caller: Caller = None
 
 
 class ReasoningItem(Replayed):
@@ -98,11 +125,14 @@ def _kind(value: Any) -> str:
 
 
 def _item(value: Any) -> Any:
-    if isinstance(value, dict) and _kind(value) not in _ITEMS:
-        raise PydanticCustomError(
-            "unsupported",
-            "is an item of type {kind}, which is not supported: there are {known}",
-            {"kind": f"`{_kind(value)[:40]}`", "known": ", ".join(_ITEMS)},
+    if not isinstance(value, dict):
+        return value
+    kind = _kind(value)
+    if "id" in value and not value.keys() - {"id", "type"}:
+        kind = "item_reference"  # as OpenAI's has no type
+    if kind not in _ITEMS:
+        raise unsupported(
+            f"there are {', '.join(_ITEMS)}", f"is an item of type `{kind[:40]}`, not supported"
         )
     return value
 
@@ -147,6 +177,8 @@ class Reasoning(Body):
     effort: Label = None
     summary: Label = None
     generate_summary: Label = None
+    mode: Label = None
+    context: Label = None
 
 
 class ResponsesStreamOptions(Body):
@@ -157,10 +189,9 @@ class ResponsesStreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-def _tool(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") not in ("function", None):
-        raise PydanticCustomError("unsupported", "is of a type that is not supported")
-    return value
+def _callers(value: Any) -> Any:
+    """Drop the callers of a function if the model is among them."""
+    return None if isinstance(value, list) and "direct" in value else value
 
 
 class _FunctionTool(Body):
@@ -169,12 +200,60 @@ class _FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Unsupported = None
+    defer_loading: Annotated[Any, refused("send the functions that may be called now")] = None
+    output_schema: Annotated[
+        Any, refused("describe the output in the function's description", also_empty=True)
+    ] = None
+    allowed_callers: Annotated[
+        Any, BeforeValidator(_callers), refused(NOTHING_CALLS, also_empty=True)
+    ] = None
+    async_: Annotated[Any, refused("a call waits for its result"), Field(alias="async")] = None
 
 
 class NamedChoice(Body):
     type: Literal["function"]
-    name: str
+    name: FunctionName
+
+
+class AllowedChoice(Body):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[Annotated[NamedChoice, BeforeValidator(only_functions)]],
+        Field(min_length=1, max_length=MAX_TOOLS),
+    ]
+
+
+#: OpenAI's; of those but two nothing is here that they could add.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class ImageOptions(Body):
+    """Accepted without effect: no input has images."""
+
+    context_compression: Label = None
+
+
+def _standard(value: Any) -> Any:
+    return None if value == "standard" else value
+
+
+class AccessPrograms(Body):
+    cyber: Annotated[Any, BeforeValidator(_standard), refused("there is `standard` alone")] = None
+
+
+_NOT_KEPT = "responses are not kept: send the whole conversation as input"
 
 
 class ResponsesBody(Body):
@@ -193,19 +272,17 @@ class ResponsesBody(Body):
     text: TextConfig | None = None
     tools: (
         Annotated[
-            list[Annotated[_FunctionTool, BeforeValidator(_tool)]], Field(max_length=MAX_TOOLS)
+            list[Annotated[_FunctionTool, BeforeValidator(only_functions)]],
+            Field(max_length=MAX_TOOLS),
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None,
+        BeforeValidator(check_choice),
+    ] = None
     parallel_tool_calls: bool | None = None
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            FirstFault,
-        ]
-        | None
-    ) = None
+    include: Annotated[list[Included], FirstFault] | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
@@ -215,14 +292,20 @@ class ResponsesBody(Body):
     user: Label = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Label = None
     service_tier: ServiceTier = None
-    previous_response_id: Unsupported = None
-    conversation: Unsupported = None
-    background: Unsupported = None
-    prompt: Unsupported = None
-    max_tool_calls: Unsupported = None
-    context_management: Unsupported = None
+    access_programs: AccessPrograms | None = None
+    image: ImageOptions | None = None
+    max_tool_calls: Annotated[
+        int | None, Field(ge=0, description="Without effect: it bounds the calls of hosted tools.")
+    ] = None
+    moderation: Moderation = None
+    previous_response_id: Annotated[Any, refused(_NOT_KEPT)] = None
+    conversation: Annotated[Any, refused(_NOT_KEPT)] = None
+    background: Annotated[Any, refused("wait for the answer, or send a batch")] = None
+    prompt: Annotated[Any, refused("prompts are not kept: send instructions and input")] = None
+    context_management: Annotated[Any, refused("truncation auto drops the oldest turns")] = None
     # Beyond OpenAI's, as in a chat.
     seed: Seed = None
     stop: Stops = None
@@ -234,6 +317,16 @@ class ResponsesBody(Body):
     ignore_eos: bool | None = None
     speculation: Speculates = None
     min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
+
+    @model_validator(mode="after")
+    def _results_have_calls(self) -> ResponsesBody:
+        called = set()
+        for number, item in enumerate(() if isinstance(self.input, str) else self.input):
+            if isinstance(item, FunctionCallItem):
+                called.add(item.call_id)
+            elif isinstance(item, FunctionOutputItem) and item.call_id not in called:
+                raise ValueError(f"input: no function_call before item {number} has its call_id")
+        return self
 
     def adjusted(self, job: GenerateJob) -> GenerateJob:
         """Change the job as no chat's body can: let its oldest turns be dropped."""

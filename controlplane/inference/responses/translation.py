@@ -9,6 +9,7 @@ from typing import Any
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.responses.schemas import (
+    AllowedChoice,
     FunctionCallItem,
     FunctionOutputItem,
     MessageItem,
@@ -43,10 +44,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
         fields["tools"] = [_chat_tool(tool.model_dump(exclude_none=True)) for tool in body.tools]
-    if isinstance(body.tool_choice, NamedChoice):
-        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    elif body.tool_choice is not None:
-        fields["tool_choice"] = body.tool_choice
+    fields["tool_choice"] = _tool_choice(body.tool_choice)
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         return parse_body(ChatBody, json.dumps(given).encode())
@@ -95,6 +93,15 @@ def _response_format(form: TextFormat) -> Json | None:
     }
     given = {name: value for name, value in schema.items() if value is not None}
     return {"type": "json_schema", "json_schema": given}
+
+
+def _tool_choice(choice: str | NamedChoice | AllowedChoice | None) -> Any:
+    if isinstance(choice, NamedChoice):
+        return _chat_tool(choice.model_dump())
+    if isinstance(choice, AllowedChoice):
+        tools = [_chat_tool(tool.model_dump()) for tool in choice.tools]
+        return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
 
 
 def _chat_tool(tool: Json) -> Json:

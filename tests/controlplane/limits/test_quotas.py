@@ -42,7 +42,9 @@ class TestSetting:
         assert as_key(acme).get("/api/v1/quota").json()["training_runs"]["limit"] == 3
         assert as_key(globex).get("/api/v1/quota").json()["training_runs"]["limit"] == usual
         assert as_user(operator).get(url).json() == as_key(acme).get("/api/v1/quota").json()
-        as_user(operator).put(url, {}, format="json")
+        as_user(operator).put(url, {"storage_bytes": 1 << 30}, format="json")
+        assert as_key(acme).get("/api/v1/quota").json()["training_runs"]["limit"] == 3
+        as_user(operator).put(url, {"training_runs": None}, format="json")
         assert as_key(acme).get("/api/v1/quota").json()["training_runs"]["limit"] == usual
 
     @pytest.mark.parametrize(

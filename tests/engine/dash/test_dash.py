@@ -255,7 +255,8 @@ def _agrees(completion: Completion, wanted: list[int]) -> bool:
     ("bad", "error", "message"),
     [
         ({"prompts": [[1] * 512]}, ContextTooLong, "the context is 512 tokens"),
-        ({"prompts": [[1, 999]]}, InvalidPrompt, "1 to 999"),
+        ({"prompts": [[1, 999]]}, InvalidPrompt, "999 at index 1 (its ids are 1 to 999)"),
+        ({"prompts": [[999]]}, InvalidPrompt, "the prompt has 999 at index 0"),
         ({"active_adapters": "nobody"}, UnknownAdapter, "no adapter is named 'nobody'"),
         ({"active_adapters": {"a": float("nan")}}, RequestError, "weight of 'a' is nan"),
         ({"active_adapters": {"a": "much"}}, RequestError, "weight of 'a' is 'much'"),
