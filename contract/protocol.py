@@ -253,9 +253,10 @@ class TokenEvent(Message):
     seq: int
     index: int = 0  # of the choice
     text: str = ""
-    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
-    #: `GenerateJob.token_details` also "id", "special" and "text", what it adds to the answer. An
-    #: echoed prompt's come first (None of its first token), with "span": its characters [from, to].
+    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; behind a
+    #: raw prompt also "id", with `GenerateJob.token_details` "id", "special" and "text", what it
+    #: adds to the answer. An echoed prompt's come first (None of its first token), with "span": its
+    #: characters [from, to].
     logprobs: tuple[dict[str, Any], ...] | None = None
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
