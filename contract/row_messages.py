@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from contract.strict_json import MAX_DEPTH, is_too_deep
-from contract.tool_calls import read_arguments
+from contract.tool_calls import CalledFunctions, read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 2048
@@ -60,7 +60,7 @@ def read_row(row: Any) -> Row:
     if type(row.get("parallel_tool_calls")) not in (type(None), bool):
         raise WrongRow("parallel_tool_calls", "must be true or false")
     tools = _tools(row.get("tools"))
-    called: dict[str, str] = {}
+    called = CalledFunctions()
     messages = tuple(
         _message(f"messages[{index}]", message, called) for index, message in enumerate(given)
     )
@@ -88,8 +88,8 @@ def _completion(row: dict[str, Any]) -> Row:
     return Row(prompt=row["prompt"], completion=row["completion"])
 
 
-def _message(field: str, message: Any, called: dict[str, str]) -> dict[str, Any]:
-    """Return a message for the chat template; add its calls to `called`, by their ids."""
+def _message(field: str, message: Any, called: CalledFunctions) -> dict[str, Any]:
+    """Return a message for the chat template; add its calls to `called`."""
     if not isinstance(message, dict):
         raise WrongRow(field, "must be an object")
     role = message.get("role")
@@ -109,12 +109,14 @@ def _message(field: str, message: Any, called: dict[str, str]) -> dict[str, Any]
         raise WrongRow(f"{field}.content", f"must not be empty: {_LEARNED}")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if calls:
-        read["tool_calls"] = _calls(f"{field}.tool_calls", calls, called)
+        read["tool_calls"] = _calls(f"{field}.tool_calls", calls)
+        called.add(read["tool_calls"])
     if role == "tool":
         call_id = message.get("tool_call_id")
-        if not isinstance(call_id, str) or call_id not in called:
+        name = called.name_of(call_id)
+        if name is None:
             raise WrongRow(f"{field}.tool_call_id", "must be the id of an earlier tool call")
-        read |= {"tool_call_id": call_id, "name": called[call_id]}
+        read |= {"tool_call_id": call_id, "name": name}
     return read
 
 
@@ -143,7 +145,7 @@ def _content(field: str, content: Any, *, is_needed: bool) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _calls(field: str, calls: Any, called: dict[str, str]) -> list[dict[str, Any]]:
+def _calls(field: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or len(calls) > MAX_ITEMS:
         raise WrongRow(field, f"must be a list of at most {MAX_ITEMS} tool calls")
     read = []
@@ -157,8 +159,8 @@ def _calls(field: str, calls: Any, called: dict[str, str]) -> list[dict[str, Any
         arguments = function.get("arguments")
         if not isinstance(arguments, str):
             raise WrongRow(f"{where}.function.arguments", "must be a string with JSON")
-        called[call["id"]] = _function_name(f"{where}.function.name", function)
-        told = {"name": function["name"], "arguments": read_arguments(arguments)}
+        name = _function_name(f"{where}.function.name", function)
+        told = {"name": name, "arguments": read_arguments(arguments)}
         read.append({"id": call["id"], "type": "function", "function": told})
     return read
 
