@@ -125,6 +125,7 @@ class ErrorCode(enum.StrEnum):
     GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
     ADAPTER_QUARANTINED = "adapter_quarantined"
     GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
+    GRAMMAR_FAILED = "grammar_failed"  # an accepted grammar could not be followed to an end
     ANSWER_INVALID = "answer_invalid"  # the answer breaks its strict schema
     INTERNAL = "internal"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from controlplane.schemas import arrays, limits, logic, objects, values
 from controlplane.schemas.findings import BadSchema, Finding, Status
+from controlplane.schemas.instances import Instances
 from controlplane.schemas.walker import Walk
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
@@ -62,6 +63,10 @@ def _plan(text: str) -> Plan | tuple[str, str]:
         limits.check(schema)
         walk = Walk(schema, HANDLERS)
         decoding = walk.run()
+        if Instances(decoding).have_overlapping_patterns():
+            walk = Walk(schema, HANDLERS, follows_patterns=False)
+            decoding = walk.run()
+        Instances(decoding).close_names()
     except BadSchema as error:
         return error.problem, error.path
     return Plan(text, _text(decoding), tuple(walk.findings.values()))
