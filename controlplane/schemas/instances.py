@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from contract.patterns import other_than
-from controlplane.schemas.overlap import overlapping
+from controlplane.schemas.name_patterns import NamePatterns
 
 Schema = dict[str, Any]
 _ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties", "required")
@@ -44,8 +44,9 @@ class Instances:
 
     def have_overlapping_patterns(self) -> bool:
         """Whether a name may match patterns of two schemas of one object."""
+        patterns = NamePatterns()
         return any(
-            overlapping(list(dict.fromkeys(_patterns(group)))) is not None
+            patterns.overlapping(list(dict.fromkeys(_patterns(group)))) is not None
             for group in self._groups
             if sum(bool(each.get("patternProperties")) for each in group) > 1
         )

@@ -7,10 +7,9 @@ import math
 from typing import Any
 
 from contract.ecma_regex import BadPattern
-from contract.patterns import literal, read_pattern, texts_of
+from contract.patterns import literal, read_pattern
 from controlplane.schemas.findings import BadSchema, Status
-from controlplane.schemas.limits import MAX_PROPERTIES
-from controlplane.schemas.overlap import overlapping
+from controlplane.schemas.name_patterns import MAX_PATTERNS
 from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
@@ -43,7 +42,7 @@ def pattern_properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
     walk.note(node, "patternProperties", Status.ENFORCED)
     for pattern, part in value.items():
         rewritten = walk.node(part, join(at, pattern))
-        names = _used_up(walk, pattern)
+        names = walk.name_patterns.used_up(pattern)
         if names is not None:
             listed = dict.fromkeys(names, rewritten)
             node.out["properties"] = _both(node.out.get("properties", {}), listed)
@@ -51,12 +50,6 @@ def pattern_properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
             patterns = node.out.get("patternProperties", {})
             whole = f"^{read_pattern(pattern).whole}$"
             node.out["patternProperties"] = _both(patterns, {whole: rewritten})
-
-
-def _used_up(walk: Walk, pattern: str) -> list[str] | None:
-    """Return the names of a pattern if the schema lists all of them elsewhere, else None."""
-    names = texts_of(pattern, MAX_PROPERTIES)
-    return names if names is not None and walk.names.issuperset(names) else None
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +75,9 @@ def _hindrance(walk: Walk, patterns: dict[str, Any], at: str) -> tuple[str, Stat
         return "anchors inside a pattern are only checked", Status.CHECKED
     if patterns and not walk.follows_patterns:
         return "a name may match patterns of two schemas of the object", Status.CHECKED
-    pair = overlapping(list(patterns))
+    if walk.name_patterns.are_too_many(list(patterns)):
+        return f"enforced for {MAX_PATTERNS} patterns of names", Status.CHECKED
+    pair = walk.name_patterns.overlapping(list(patterns))
     if pair is not None:
         return f"a name may match both {pair[0]} and {pair[1]}", Status.CHECKED
     return "", Status.ENFORCED
@@ -223,7 +218,7 @@ def _allowed_names(walk: Walk, names: Any) -> dict[str, Any] | None:
     rules = names.keys() - {"type", "description", "title"}
     if rules == {"enum"}:
         texts = [name for name in names["enum"] if isinstance(name, str)]
-        if walk.names.issuperset(texts):
+        if walk.name_patterns.lists(texts):
             return {"properties": dict.fromkeys(texts, True)}
         return {"patternProperties": {f"^(?:{'|'.join(map(literal, texts))})$": True}}
     if rules == {"pattern"}:
@@ -237,7 +232,7 @@ def _allowed_names(walk: Walk, names: Any) -> dict[str, Any] | None:
         whole = read_pattern(pattern).whole
     except BadPattern:
         return None
-    used_up = None if whole is None else _used_up(walk, pattern)
+    used_up = None if whole is None else walk.name_patterns.used_up(pattern)
     if used_up is not None:
         return {"properties": dict.fromkeys(used_up, True)}
     return None if whole is None else {"patternProperties": {f"^{whole}$": True}}

@@ -15,6 +15,8 @@ from controlplane.schemas.walker import Walk
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
 _NUM_KEPT = 256
+#: Of the decoder's schema: a property of characters may have thousands.
+MAX_REWRITTEN_CHARS = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,10 @@ def _plan(text: str) -> Plan | tuple[str, str]:
         Instances(decoding).close_names()
     except BadSchema as error:
         return error.problem, error.path
-    return Plan(text, _text(decoding), tuple(walk.findings.values()))
+    rewritten = _text(decoding)
+    if len(rewritten) > MAX_REWRITTEN_CHARS:
+        return "has too many large classes of characters, as \\p{L} is one", ""
+    return Plan(text, rewritten, tuple(walk.findings.values()))
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.schemas.findings import BadSchema, Finding, Status
+from controlplane.schemas.name_patterns import NamePatterns
 from controlplane.schemas.pointers import References, join
 from controlplane.schemas.subschemas import LISTS, OBJECTS, ONE, property_names
 
@@ -73,8 +74,8 @@ Handler = Callable[["Walk", Node, Any], None]
 class Walk:
     """Reads one schema. `findings` is complete when `run` has returned.
 
-    names             of all properties that the schema lists anywhere
-    follows_patterns  whether the decoder gets patterns of property names
+    name_patterns     compares the patterns of property names
+    follows_patterns  whether the decoder gets them
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Walk:
     ) -> None:
         self.references = References(schema)
         self.findings: dict[str, Finding] = {}
-        self.names = property_names(schema)
+        self.name_patterns = NamePatterns(property_names(schema))
         self.follows_patterns = follows_patterns
         self._schema = schema
         self._handlers = handlers
