@@ -148,4 +148,4 @@ def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterat
 
 def _multiple_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if validator.is_type(instance, "number") and not is_multiple(instance, value):
-        yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {value}")
+        yield jsonschema.ValidationError(f"{instance} is not a multiple of {value}")

@@ -100,7 +100,7 @@ def check_answers(schema: dict[str, Any], num_seeds: int) -> int:
     return len(finished)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schema=objects(objects(None)))
 def test_no_object_is_led_into_a_dead_end(schema: dict[str, Any]) -> None:
     try:
