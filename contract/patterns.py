@@ -1,54 +1,41 @@
-r"""Parse regular expressions and rewrite them so that every engine reads them alike.
+r"""Rewrite regular expressions so that every engine reads them alike.
 
 JSON Schema's patterns are ECMA-262's; Python's `re`, the decoder's engine and RE2, which checks
 answers, each read some of them differently (`\d`, `\s`, `[a&&b]`, a trailing newline at `$`). So
-a pattern is parsed by Python's own parser and written again in what all of them agree on: explicit
-code point ranges, groups, alternatives and counts. What cannot be written so is refused by name,
-among it everything that needs backtracking.
+`contract.ecma_regex` parses a pattern, and it is written again in what all of them agree on:
+explicit code point ranges, groups, alternatives and counts. What cannot be written so is refused by
+name, among it everything that needs backtracking.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
-import warnings
+import functools
 from dataclasses import dataclass
-from typing import Any
+
+from contract.ecma_regex import (
+    Assertion,
+    BadPattern,
+    Characters,
+    Choice,
+    Node,
+    Repeat,
+    Unsupported,
+    parse,
+)
+from contract.unicode_properties import LAST, complement, merged
 
 MAX_PATTERN_CHARS = 256
-#: The most that all counts of a pattern multiply to; the automaton has as many states.
-MAX_REPEATED = 10_000
+#: The most that all counts of a pattern multiply to: RE2's limit.
+MAX_REPEATED = 1000
+#: The most ranges of code points, each as often as it is repeated: RE2 takes 100 bytes for one.
+MAX_RANGES = 70_000
 
-_parser: Any = importlib.import_module("re._parser")
-_LAST = 0x10FFFF
 #: Surrogates of UTF-16, which no text has.
 _SURROGATES = (0xD800, 0xDFFF)
-_Ranges = list[tuple[int, int]]
-
-_DIGIT: _Ranges = [(0x30, 0x39)]
-_WORD: _Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-# Space in both ECMA-262 and Python, so that an answer is valid for clients of both.
-_SPACE: _Ranges = [
-    (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A),
-    (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
-]  # fmt: skip
-#: Space in only one of them: neither `\s` nor `\S`.
-_ODD_SPACE: _Ranges = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
-_LINE_END: _Ranges = [(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)]
 #: Any text; `.` alone excludes the ends of lines.
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
-ANYTHING = _ANY_CHARACTER + "*"
-
-
-class BadPattern(Exception):
-    """The pattern is no regular expression, or not one that all engines can match.
-
-    is_invalid  it is not a regular expression in any dialect
-    """
-
-    def __init__(self, problem: str, *, is_invalid: bool = False) -> None:
-        super().__init__(problem)
-        self.is_invalid = is_invalid
+_ANYTHING = _ANY_CHARACTER + "*"
+_ANY = (Repeat(Characters(((0, LAST),)), 0, None),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +53,10 @@ class Pattern:
 
 def read_pattern(pattern: str) -> Pattern:
     """Parse and rewrite a pattern. Raises BadPattern."""
-    top = _parse(pattern)
-    search = _Writer(keeps_anchors=True).alternatives(top)
+    tree = _parse(pattern)
+    search = _Writer(keeps_anchors=True).choice(tree)
     try:
-        whole = "|".join(_whole_branch(list(branch)) for branch in _branches(top))
+        whole = "|".join(_whole_branch(branch) for branch in tree.branches)
     except _AnchorInside:
         return Pattern(search, None)
     return Pattern(search, f"(?:{whole})")
@@ -83,12 +70,39 @@ def whole_text(pattern: str) -> str:
     writer = _Writer(keeps_anchors=False)
     try:
         parts = [
-            "".join(writer.item(item) for item in _without_anchors(list(branch))[0])
-            for branch in _branches(_parse(pattern))
+            writer.sequence(_between_anchors(branch)[0]) for branch in _parse(pattern).branches
         ]
     except _AnchorInside as error:
         raise BadPattern("has an anchor or a word boundary inside") from error
     return f"(?:{'|'.join(parts)})"
+
+
+def texts_of(pattern: str, most: int) -> list[str] | None:
+    """Return all texts in which a pattern is found; None if they are more than `most`.
+
+    Raises BadPattern.
+    """
+    found: list[str] = []
+    for branch in _parse(pattern).branches:
+        inner, has_start, has_end = _between_anchors(branch)
+        texts = _texts(inner, most) if has_start and has_end else None
+        if texts is None:
+            return None
+        found += texts
+    texts = list(dict.fromkeys(found))
+    return texts if len(texts) <= most else None
+
+
+def whole_nodes(pattern: str) -> list[tuple[Node, ...]]:
+    """Return the alternatives of the texts in which a pattern is found, whole.
+
+    The pattern may be one that was written here. Raises BadPattern; anchors inside are left in.
+    """
+    found = []
+    for branch in parse(pattern).branches:
+        inner, has_start, has_end = _between_anchors(branch)
+        found.append((*(() if has_start else _ANY), *inner, *(() if has_end else _ANY)))
+    return found
 
 
 def literal(text: str) -> str:
@@ -96,175 +110,147 @@ def literal(text: str) -> str:
     return "".join(_character(ord(character)) for character in text)
 
 
-def _parse(pattern: str) -> Any:
+def character_range(first: str, last: str) -> str:
+    """Return the regular expression of one character from `first` to `last`."""
+    return _class(((ord(first), ord(last)),))
+
+
+def _parse(pattern: str) -> Choice:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise BadPattern(f"has {len(pattern)} characters; {MAX_PATTERN_CHARS} is the limit")
-    # ECMA's name for a group; a look-behind begins alike.
-    pattern = re.sub(r"\(\?<(?![=!])", "(?P<", pattern)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = _parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise BadPattern(f"is no regular expression: {error}", is_invalid=True) from error
-    if parsed.state.flags & ~re.UNICODE.value:
-        raise BadPattern("sets flags inside; ECMA-262 has none there")
-    return parsed
-
-
-def _branches(parsed: Any) -> list[Any]:
-    """Return the alternatives of the whole pattern."""
-    items = list(parsed)
-    if len(items) == 1 and str(items[0][0]) == "BRANCH":
-        return [list(branch) for branch in items[0][1][1]]
-    return [items]
+    return parse(pattern)
 
 
 class _AnchorInside(Exception):
     pass
 
 
-def _without_anchors(items: list[Any]) -> tuple[list[Any], bool, bool]:
-    """Return an alternative's items between its anchors, and whether each end has one."""
+_Sequence = tuple[Node, ...]
+
+
+def _between_anchors(nodes: _Sequence) -> tuple[_Sequence, bool, bool]:
+    """Return an alternative's nodes between its anchors, and whether each end has one."""
     has_start = has_end = False
-    while items and str(items[0][0]) == "AT" and "BEGINNING" in str(items[0][1]):
-        items, has_start = items[1:], True
-    while items and str(items[-1][0]) == "AT" and "END" in str(items[-1][1]):
-        items, has_end = items[:-1], True
-    return items, has_start, has_end
+    while nodes and nodes[0] == Assertion("^"):
+        nodes, has_start = nodes[1:], True
+    while nodes and nodes[-1] == Assertion("$"):
+        nodes, has_end = nodes[:-1], True
+    return nodes, has_start, has_end
 
 
-def _whole_branch(items: list[Any]) -> str:
+def _whole_branch(nodes: _Sequence) -> str:
     """Write an alternative for a match of the whole text. Raises _AnchorInside."""
-    items, has_start, has_end = _without_anchors(items)
-    writer = _Writer(keeps_anchors=False)
-    inner = "".join(writer.item(item) for item in items)
-    return ("" if has_start else ANYTHING) + inner + ("" if has_end else ANYTHING)
+    nodes, has_start, has_end = _between_anchors(nodes)
+    inner = _Writer(keeps_anchors=False).sequence(nodes)
+    return ("" if has_start else _ANYTHING) + inner + ("" if has_end else _ANYTHING)
 
 
 class _Writer:
-    """Writes what Python's parser read. Raises BadPattern; _AnchorInside unless anchors stay."""
+    """Writes a parsed pattern. Raises BadPattern; _AnchorInside unless anchors stay."""
 
     def __init__(self, *, keeps_anchors: bool) -> None:
         self._keeps_anchors = keeps_anchors
         self._repeated = 1
+        self._num_ranges = 0
 
-    def alternatives(self, parsed: Any) -> str:
-        return "".join(self.item(item) for item in parsed)
+    def choice(self, choice: Choice) -> str:
+        return "|".join(self.sequence(branch) for branch in choice.branches)
 
-    def item(self, item: tuple[Any, Any]) -> str:
-        kind, value = str(item[0]), item[1]
-        match kind:
-            case "LITERAL":
-                return _character(value)
-            case "NOT_LITERAL":
-                return _class([(value, value)], is_negated=True)
-            case "ANY":
-                return _class(_LINE_END, is_negated=True)
-            case "IN":
-                return self._set(value)
-            case "BRANCH":
-                return f"(?:{'|'.join(self.alternatives(branch) for branch in value[1])})"
-            case "SUBPATTERN":
-                return self._group(value)
-            case "MAX_REPEAT" | "MIN_REPEAT":
-                return self._repeat(*value)
-            case "AT":
-                return self._anchor(str(value))
-        raise BadPattern(_REASONS.get(kind, f"uses {kind.lower().replace('_', ' ')}"))
+    def sequence(self, nodes: _Sequence) -> str:
+        return "".join(self._node(node) for node in nodes)
 
-    def _group(self, value: Any) -> str:
-        _, added, removed, inner = value
-        if added or removed:
-            raise BadPattern("sets flags inside; ECMA-262 has none there")
-        return f"(?:{self.alternatives(inner)})"
+    def _node(self, node: Node) -> str:
+        match node:
+            case Characters(ranges):
+                self._num_ranges += self._repeated * len(ranges)
+                if self._num_ranges > MAX_RANGES:
+                    raise BadPattern("repeats large classes of characters too often")
+                if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+                    return _character(ranges[0][0])
+                return _class(ranges)
+            case Choice():
+                return f"(?:{self.choice(node)})"
+            case Repeat():
+                return self._repeat(node)
+            case Assertion(kind):
+                if not self._keeps_anchors:
+                    raise _AnchorInside
+                return {"^": r"\A", "$": r"\z", "b": r"\b", "B": r"\B"}[kind]
+            case Unsupported(problem):
+                raise BadPattern(problem)
 
-    def _repeat(self, low: int, high: Any, inner: Any) -> str:
-        is_open = str(high) == "MAXREPEAT"
-        times = max(int(low) if is_open else int(high), 1)
+    def _repeat(self, node: Repeat) -> str:
+        times = max(node.low, node.high or 0, 1)
         before = self._repeated
         self._repeated *= times
         if self._repeated > MAX_REPEATED:
             raise BadPattern(f"repeats more than {MAX_REPEATED} times")
-        text = self.alternatives(inner)
+        text = self._node(node.node)
         self._repeated = before
-        if times > 1000:  # RE2's limit
-            raise BadPattern("repeats more than 1000 times")
-        if is_open and low in (0, 1):
-            return f"(?:{text}){'*+'[low]}"
-        return f"(?:{text}){{{low},{'' if is_open else high}}}"
-
-    def _anchor(self, name: str) -> str:
-        if not self._keeps_anchors:
-            raise _AnchorInside
-        anchors = {
-            "AT_BEGINNING": r"\A", "AT_BEGINNING_STRING": r"\A", "AT_END": r"\z",
-            "AT_END_STRING": r"\z", "AT_BOUNDARY": r"\b", "AT_NON_BOUNDARY": r"\B",
-        }  # fmt: skip
-        return anchors[name]
-
-    def _set(self, members: list[tuple[Any, Any]]) -> str:
-        ranges: _Ranges = []
-        is_negated = False
-        for kind, value in members:
-            match str(kind):
-                case "NEGATE":
-                    is_negated = True
-                case "LITERAL":
-                    ranges.append((value, value))
-                case "RANGE":
-                    ranges.append(value)
-                case "CATEGORY":
-                    ranges += _category(str(value))
-        return _class(ranges, is_negated=is_negated)
+        if node.high is None and node.low in (0, 1):
+            return f"(?:{text}){'*+'[node.low]}"
+        return f"(?:{text}){{{node.low},{'' if node.high is None else node.high}}}"
 
 
-_REASONS = {
-    "ASSERT": "looks ahead or behind, which cannot be followed in linear time",
-    "ASSERT_NOT": "looks ahead or behind, which cannot be followed in linear time",
-    "GROUPREF": "refers back to a group, which cannot be followed in linear time",
-    "GROUPREF_EXISTS": "refers back to a group, which cannot be followed in linear time",
-}
+def _texts(nodes: _Sequence, most: int) -> list[str] | None:
+    """Return the texts of a sequence; None if they are more than `most`, or not certain."""
+    texts = [""]
+    for node in nodes:
+        ends = _texts_of_node(node, most)
+        if ends is None or len(texts) * len(ends) > most:
+            return None
+        texts = list(dict.fromkeys(text + end for text in texts for end in ends))
+    return texts
 
 
-def _category(name: str) -> _Ranges:
-    kind = name.rsplit("_", 1)[-1]
-    ranges = {"DIGIT": _DIGIT, "WORD": _WORD, "SPACE": _SPACE}[kind]
-    if "_NOT_" not in name:
-        return ranges
-    return _complement([*ranges, *_ODD_SPACE] if kind == "SPACE" else ranges)
+def _texts_of_node(node: Node, most: int) -> list[str] | None:
+    match node:
+        case Characters(ranges):
+            if sum(high - low + 1 for low, high in ranges) > most:
+                return None
+            return [chr(code) for low, high in ranges for code in range(low, high + 1)]
+        case Choice(branches):
+            found: list[str] = []
+            for branch in branches:
+                texts = _texts(branch, most)
+                if texts is None or len(found) > most:
+                    return None
+                found += texts
+            return found
+        case Repeat(inner, low, high) if high is not None and high <= MAX_REPEATED:
+            ends = _texts_of_node(inner, most)
+            return None if ends is None else _repeated(ends, low, high, most)
+    return None
 
 
-def _complement(ranges: _Ranges) -> _Ranges:
-    gaps, start = [], 0
-    for low, high in _merged(ranges):
-        if low > start:
-            gaps.append((start, low - 1))
-        start = high + 1
-    return [*gaps, (start, _LAST)] if start <= _LAST else gaps
+def _repeated(ends: list[str], low: int, high: int, most: int) -> list[str] | None:
+    found = dict.fromkeys([""] if low == 0 else [])
+    texts = [""]
+    for times in range(1, high + 1):
+        if len(texts) * len(ends) > most:
+            return None
+        before, texts = texts, list(dict.fromkeys(text + end for text in texts for end in ends))
+        if times >= low:
+            found |= dict.fromkeys(texts)
+        if texts == before:  # there is nothing but the empty text
+            break
+    return list(found)
 
 
-def _merged(ranges: _Ranges) -> _Ranges:
-    merged: _Ranges = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
-
-
-def _class(ranges: _Ranges, *, is_negated: bool) -> str:
-    if is_negated:
-        ranges = _complement(ranges)
-    ranges = _complement([*_complement(ranges), _SURROGATES])
-    if not ranges:
+@functools.lru_cache(64)
+def _class(ranges: tuple[tuple[int, int], ...]) -> str:
+    known = merged(complement([*complement(list(ranges)), _SURROGATES]))
+    if not known:
         raise BadPattern("has a class that no character is in")
     spans = [
-        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
-        for low, high in _merged(ranges)
+        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}" for low, high in known
     ]
     return f"[{''.join(spans)}]"
+
+
+def _others(codes: list[int]) -> str:
+    """Return the class of every character but these."""
+    return _class(tuple(complement([(code, code) for code in codes])))
 
 
 def _character(code: int) -> str:
@@ -289,12 +275,12 @@ def other_than(texts: list[str]) -> str:
 def not_beginning_with(prefix: str, *, after: str) -> str:
     """Return the regular expression of every text, whole, that does not begin with `prefix`, nor
     with one of the characters `after` and then `prefix`."""
-    blanks = [(ord(character), ord(character)) for character in after]
+    blanks = [ord(character) for character in after]
     first = ord(prefix[0])
-    ways = [_class([*blanks, (first, first)], is_negated=True) + ANYTHING]
+    ways = [_others([*blanks, first]) + _ANYTHING]
     if len(prefix) > 1:
         ways.append(_character(first) + _excluding([prefix[1:]], is_prefix=True))
-    return f"{_class(blanks, is_negated=False)}*(?:{'|'.join(ways)})?"
+    return f"{_class(tuple((code, code) for code in blanks))}*(?:{'|'.join(ways)})?"
 
 
 def _excluding(texts: list[str], *, is_prefix: bool) -> str:
@@ -307,8 +293,7 @@ def _excluding(texts: list[str], *, is_prefix: bool) -> str:
         raise ValueError("every text begins so")
     ways = []
     if tails:
-        others = _class([(ord(first), ord(first)) for first in tails], is_negated=True)
-        ways.append(others + ANYTHING)
+        ways.append(_others([ord(first) for first in tails]) + _ANYTHING)
     else:
         ways.append(_ANY_CHARACTER + "+")
     for first, rest in tails.items():

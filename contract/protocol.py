@@ -125,6 +125,7 @@ class ErrorCode(enum.StrEnum):
     GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
     ADAPTER_QUARANTINED = "adapter_quarantined"
     GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
+    GRAMMAR_FAILED = "grammar_failed"  # an accepted grammar could not be followed to an end
     ANSWER_INVALID = "answer_invalid"  # the answer breaks its strict schema
     INTERNAL = "internal"
 
@@ -253,9 +254,10 @@ class TokenEvent(Message):
     seq: int
     index: int = 0  # of the choice
     text: str = ""
-    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; with
-    #: `GenerateJob.token_details` also "id", "special" and "text", what it adds to the answer. An
-    #: echoed prompt's come first (None of its first token), with "span": its characters [from, to].
+    #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; behind a
+    #: raw prompt also "id", with `GenerateJob.token_details` "id", "special" and "text", what it
+    #: adds to the answer. An echoed prompt's come first (None of its first token), with "span": its
+    #: characters [from, to].
     logprobs: tuple[dict[str, Any], ...] | None = None
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None

@@ -31,7 +31,7 @@ from contract.row_formats.keys import (
     shown,
 )
 from contract.strict_json import MAX_DEPTH, is_too_deep, read_value
-from contract.tool_calls import read_arguments
+from contract.tool_calls import CalledFunctions, read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -73,7 +73,7 @@ class _Calls:
     """The functions of a chat, and those called so far, by the ids of the calls."""
 
     functions: frozenset[str]
-    called: dict[str, str] = dataclasses.field(default_factory=dict)
+    called: CalledFunctions = dataclasses.field(default_factory=CalledFunctions)
     unwrapped: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -199,12 +199,12 @@ def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], b
 def _answered(field: str, message: dict[str, Any], calls: _Calls) -> dict[str, str]:
     """Return which call a tool's message answers."""
     call_id = message.get("tool_call_id")
-    if not isinstance(call_id, str) or call_id not in calls.called:
+    name = calls.called.name_of(call_id)
+    if name is None:
         raise WrongRow(f"{field}.tool_call_id", "must be the id of an earlier tool call")
-    name = calls.called[call_id]
     if message.get("name") not in (None, "", name):
         raise WrongRow(f"{field}.name", f"must be that of the function that was called, {name}")
-    return {"tool_call_id": call_id, "name": name}
+    return {"tool_call_id": str(call_id), "name": name}
 
 
 def _is_learned(field: str, role: str, message: dict[str, Any]) -> bool:
@@ -271,9 +271,9 @@ def _calls(field: str, given: Any, calls: _Calls, *, is_learned: bool) -> list[d
                 raise WrongRow(f"{where}.function.name", "must be that of one of the row's tools")
             arguments, is_unwrapped = _learned_arguments(place, text)
             calls.unwrapped += [place] if is_unwrapped else []
-        calls.called[call["id"]] = name
         told = {"name": name, "arguments": arguments}
         read.append({"id": call["id"], "type": "function", "function": told})
+    calls.called.add(read)
     return read
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from contract.protocol import CALL_BEGIN, CALL_END
@@ -37,6 +37,24 @@ def read_arguments(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return text if is_too_deep(value) else value
+
+
+class CalledFunctions:
+    """The functions that a conversation has called so far, by the ids of their calls.
+
+    Some clients count the calls of each message anew, so an id means its latest call.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def add(self, calls: Iterable[Mapping[str, Any]]) -> None:
+        """Take in a message's calls, in the form for a chat template."""
+        self._names |= {call["id"]: call["function"]["name"] for call in calls}
+
+    def name_of(self, call_id: Any) -> str | None:
+        """Return the function that a tool's result is of; None: no call has the id."""
+        return self._names.get(call_id) if isinstance(call_id, str) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -188,6 +188,7 @@ WORKER_ERRORS: dict[ErrorCode, type[ApiError]] = {
     ErrorCode.GIVEN_UP: GivenUp,
     ErrorCode.ADAPTER_QUARANTINED: Conflict,
     ErrorCode.GRAMMAR_QUOTA: RateLimited,
+    ErrorCode.GRAMMAR_FAILED: InternalError,
     ErrorCode.ANSWER_INVALID: InternalError,
     ErrorCode.INTERNAL: InternalError,
 }

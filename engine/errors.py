@@ -13,6 +13,7 @@
     │   ├── AdapterUnavailable       adapter_unavailable
     │   │   └── AdapterDamaged       adapter_unavailable
     │   └── UnknownAdapter           adapter_unavailable
+    ├── GrammarFailed                grammar_failed
     ├── OutOfPages                   overloaded
     ├── PinLimitExceeded             overloaded
     ├── OutOfMemory                  internal
@@ -66,6 +67,22 @@ class BadGrammar(RequestError):
     """The JSON schema cannot be compiled, or nothing can satisfy it."""
 
     code = "invalid_response_format"
+
+
+class GrammarFailed(EngineError):
+    """A grammar that compiled cannot be followed to an end: the request's sender cannot help it.
+
+    reason  the decoder's, a word without anything of the request
+    """
+
+    code = "grammar_failed"
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            "The answer was begun, and the grammar of its format allows nothing behind it. This is "
+            "a defect of the server: report it with the format, or ask again with another seed."
+        )
+        self.reason = reason
 
 
 class DeadlineExceeded(RequestError):

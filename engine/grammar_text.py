@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from contract.ecma_regex import BadPattern
+from contract.formats import PATTERNS
+from contract.patterns import texts_of
 from engine.errors import BadGrammar
 
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may
@@ -46,7 +49,7 @@ class Grammar:
         """Return the text for Outlines; raise BadGrammar if a schema is not a JSON object."""
         if self.kind is not GrammarKind.JSON_SCHEMA:
             return self.text
-        return json.dumps(parse_schema(self.text) | {"x-guidance": _GUIDANCE})
+        return json.dumps(_decoders(self.text) | {"x-guidance": _GUIDANCE})
 
 
 def parse_schema(schema: str) -> dict[str, Any]:
@@ -58,6 +61,59 @@ def parse_schema(schema: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadGrammar("the schema is not a JSON object", param="json_schema")
     return parsed
+
+
+def _decoders(schema: str) -> dict[str, Any]:
+    """Parse a schema for the decoder. Raises BadGrammar."""
+    parsed = parse_schema(schema)
+    try:
+        return {**_rewritten(parsed)}
+    except RecursionError as error:
+        raise BadGrammar("the schema is nested too deeply", param="json_schema") from error
+
+
+def _rewritten(schema: Any) -> Any:
+    """Rewrite what the decoder takes in another sense, without another meaning.
+
+    Its dates have a 29th of February in every year, and it writes a comma behind the last name that
+    a pattern allows. The control plane's schemas have neither left.
+    """
+    if isinstance(schema, list):
+        return [_rewritten(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _OF_NAMES and isinstance(value, dict):
+            found[keyword] = {name: _rewritten(part) for name, part in value.items()}
+        elif keyword in _OF_SCHEMAS:
+            found[keyword] = _rewritten(value)
+    if schema.get("format") in _CALENDAR:
+        pattern = {"pattern": f"^(?:{PATTERNS[found.pop('format')]})$"}
+        found["allOf"] = [*found.get("allOf", ()), pattern]
+    if isinstance(found.get("patternProperties"), dict):
+        _list_used_up(found)
+    return found
+
+
+def _list_used_up(schema: dict[str, Any]) -> None:
+    """List the names of patterns that have no others than listed names."""
+    listed, patterns = dict(schema.get("properties", {})), dict(schema["patternProperties"])
+    names = listed.keys() | set(schema.get("required", ()))
+    for pattern, part in schema["patternProperties"].items():
+        try:
+            texts = texts_of(pattern, len(names))
+        except BadPattern:  # the decoder may know it
+            continue
+        if texts is not None and names >= set(texts):
+            del patterns[pattern]
+            listed |= {text: {"allOf": [listed.get(text, True), part]} for text in texts}
+    schema |= {"properties": listed, "patternProperties": patterns}
+
+
+_CALENDAR = ("date", "time", "date-time")
+_OF_NAMES = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+_OF_SCHEMAS = frozenset(("additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems"))
 
 
 def parser_limits(llguidance: Any) -> Any:
@@ -106,7 +162,7 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
 
     The parameters' definitions move to the root, where references to them point.
     """
-    schema = parse_schema(parameters)
+    schema = _decoders(parameters)
     definitions = schema.pop("$defs", None)
     call: dict[str, Any] = {
         "type": "object",

@@ -73,6 +73,7 @@ ENFORCED: dict[str, Case] = {
     "multipleOf 0.01": Case(
         {"type": "number", "multipleOf": 0.01, "minimum": 0}, (1.25,), (1.255,)
     ),
+    "multipleOf 0.003": Case({"type": "number", "multipleOf": 0.003}, (0.9, 6), (0.301, 0.1)),
     "minLength": Case(text(minLength=2), ("ab", "éé"), ("a", "é")),
     "maxLength": Case(text(maxLength=3), ("", "éßü"), ("abcd",)),
     "endless maxLength": Case(text(maxLength=10**9, minLength=1), ("a",), ("",)),
@@ -120,6 +121,11 @@ ENFORCED: dict[str, Case] = {
         },
         ({"s_a": "x", "i_b": 1}, {}),
         ({"s_a": 1}, {"x": 1}),
+    ),
+    "patternProperties over a property": Case(
+        closed({"score": INT}, patternProperties={"^score$": {"minimum": 5}}),
+        ({"score": 7},),
+        ({"score": 1}, {}),
     ),
     "propertyNames": Case(
         {"type": "object", "propertyNames": {"pattern": "^x[a-z]$"}, "additionalProperties": INT},

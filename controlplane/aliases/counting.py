@@ -11,7 +11,7 @@ from controlplane.aliases.verdict import FIRST_TOKEN_UNIT_MS, TOKEN_UNIT_MS, Cou
 
 Target = AliasPart.Target
 
-#: Errors of the client, and of a platform that has too much to do: no target's fault.
+#: Errors of the client, of the decoder and of a platform that has too much to do.
 _NOT_ITS_FAULT = frozenset(
     {
         ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -21,6 +21,7 @@ _NOT_ITS_FAULT = frozenset(
         ErrorCode.OVERLOADED,
         ErrorCode.DEADLINE_EXCEEDED,
         ErrorCode.GRAMMAR_QUOTA,
+        ErrorCode.GRAMMAR_FAILED,
     }
 )
 #: Fewer tokens tell nothing about the time of each.

@@ -23,7 +23,9 @@ from typing import Any
 import jsonschema
 from jsonschema_specifications import REGISTRY
 
-from contract.patterns import BadPattern, read_pattern
+from contract.ecma_regex import BadPattern
+from contract.exact_numbers import is_integer, is_multiple, read_decimal
+from contract.patterns import read_pattern
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, plan
 from controlplane.tenants.models import is_slug
@@ -171,10 +173,13 @@ def json_f1(output: str, expected: str) -> float:
 
 def obeys(output: str, schema: dict[str, Any]) -> bool:
     """Whether an answer is JSON that obeys a checked schema."""
-    kind: Any = jsonschema.Draft202012Validator
+    base: Any = jsonschema.Draft202012Validator
+    types = base.TYPE_CHECKER.redefine("integer", lambda _, value: is_integer(value))
+    kind: Any = jsonschema.validators.extend(base, {"multipleOf": _multiple_of}, type_checker=types)
     try:
+        exact = json.loads(json.dumps(schema), parse_float=read_decimal)
         # A registry of its own: jsonschema's would fetch the URL of a reference from the network.
-        return bool(kind(schema, registry=REGISTRY).is_valid(_parsed(output)))
+        return bool(kind(exact, registry=REGISTRY).is_valid(_parsed(output, read_decimal)))
     except (ValueError, RecursionError, ArithmeticError, jsonschema.exceptions.SchemaError):
         return False
     except Exception as error:
@@ -191,7 +196,12 @@ def similarity(output: str, expected: str, by: str) -> float:
     return _f1(_counted(_trigrams(one)), _counted(_trigrams(other)))
 
 
-def _parsed(text: str) -> Any:
+def _multiple_of(validator: Any, step: Any, number: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(number, "number") and not is_multiple(number, step):
+        yield jsonschema.ValidationError(f"{number} is not a multiple of {step}")
+
+
+def _parsed(text: str, parse_float: Callable[[str], Any] = float) -> Any:
     """Return the JSON of an answer, also between the fences of Markdown. Raises ValueError."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:
@@ -200,7 +210,7 @@ def _parsed(text: str) -> Any:
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=refuse, parse_float=parse_float)
 
 
 def _fields(value: Any) -> collections.Counter[Hashable]:

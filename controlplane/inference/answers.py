@@ -360,22 +360,38 @@ class CompletionAnswer(Answer):
         if entries is None:
             return None
         return {
-            "tokens": [entry["token"] for entry in entries],
+            "tokens": [_token_name(entry) for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [_by_text(entry) for entry in entries],
             "text_offset": [self._offsets[index].of(entry) for entry in entries],
         }
 
 
+def _token_name(entry: Json) -> str:
+    """Return a token's text, or as OpenAI does the bytes of one that is no whole characters."""
+    content = bytes(entry["bytes"])
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + repr(content)[2:-1]
+    return str(entry["token"])
+
+
 def _by_text(entry: Json) -> dict[str, float] | None:
-    """Return the best tokens by their text and the chosen one; of several with the same text the
-    likeliest. None for a prompt's first token."""
+    """Return the log-probabilities of the chosen token and the best ones by their names.
+
+    Of tokens with the same name the chosen one has it, or else the likeliest, and the others are
+    named by their ids, as vLLM does. None for a prompt's first token.
+    """
     if entry["logprob"] is None:
         return None
-    found: dict[str, float] = {}
+    chosen, found = _token_name(entry), dict[str, float]()
     for own in entry["top_logprobs"]:
-        found.setdefault(own["token"], own["logprob"])
-    return found | {entry["token"]: entry["logprob"]}
+        name = _token_name(own)
+        is_taken = name == chosen and own.get("id") != entry.get("id")
+        found[f"token_id:{own.get('id')}" if is_taken or name in found else name] = own["logprob"]
+    found.setdefault(chosen, entry["logprob"])
+    return found
 
 
 class _Offsets:
@@ -389,6 +405,9 @@ class _Offsets:
         if "span" in entry:
             start, self._next = entry["span"]
             return int(start)
+        content = bytes(entry["bytes"])
+        if content and not 0x80 <= content[0] < 0xC0:  # it does not continue a character
+            self._next += len(self._decoder.decode(b"", final=True))
         here = self._next
-        self._next += len(self._decoder.decode(bytes(entry["bytes"])))
+        self._next += len(self._decoder.decode(content))
         return here

@@ -21,7 +21,8 @@ import json
 import re
 from collections.abc import Iterator
 
-from contract.patterns import BadPattern, literal, whole_text
+from contract.ecma_regex import BadPattern
+from contract.patterns import character_range, literal, whole_text
 
 MAX_CHARS = 16_384
 MAX_RULES = 500
@@ -244,7 +245,7 @@ class _Reader:
             last = self._unquoted(self._take("string", "the last character").text)
             if len(text) != 1 or len(last) != 1 or last < text:
                 raise self._fault("a range goes from one character to a later one")
-            return _Text(whole_text(f"[\\U{ord(text):08x}-\\U{ord(last):08x}]"))
+            return _Text(character_range(text, last))
         return _Text(literal(text))
 
     def _unquoted(self, quoted: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from contract.patterns import BadPattern, literal, whole_text
+from contract.ecma_regex import BadPattern
+from contract.patterns import literal, whole_text
 from contract.protocol import ErrorCode, GenerateJob
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan

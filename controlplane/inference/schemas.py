@@ -17,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from contract.tool_calls import CalledFunctions
 from controlplane.inference.bodies import Body, FirstFault, Label, at_most, refused, without_nul
 from controlplane.inference.constraints import Constrained
 from controlplane.inference.messages import Message
@@ -326,14 +327,11 @@ class ChatBody(GenerationBody):
     def rendered_messages(self) -> tuple[dict[str, Any], ...]:
         """Return messages for the chat template; a tool's message has its function's name."""
         messages = tuple(message.rendered() for message in self.messages)
-        functions = {
-            call.id: call.function.name
-            for message in self.messages
-            for call in message.tool_calls or ()
-        }
+        called = CalledFunctions()
         for message in messages:
+            called.add(message.get("tool_calls", ()))
             if "tool_call_id" in message:
-                message["name"] = functions[message["tool_call_id"]]
+                message["name"] = called.name_of(message["tool_call_id"])
         return messages
 
     @model_validator(mode="after")

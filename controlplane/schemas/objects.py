@@ -6,8 +6,10 @@ import itertools
 import math
 from typing import Any
 
-from contract.patterns import ANYTHING, BadPattern, literal, read_pattern
-from controlplane.schemas.findings import Status
+from contract.ecma_regex import BadPattern
+from contract.patterns import literal, read_pattern
+from controlplane.schemas.findings import BadSchema, Status
+from controlplane.schemas.name_patterns import MAX_PATTERNS
 from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
@@ -19,41 +21,82 @@ MAX_CHOICES = 32
 def properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
     walk.note(node, "properties", Status.ENFORCED)
     at = join(node.at, "properties")
-    node.out["properties"] = {name: walk.node(part, join(at, name)) for name, part in value.items()}
+    own = {name: walk.node(part, join(at, name)) for name, part in value.items()}
+    node.out["properties"] = _both(own, node.out.get("properties", {}))
 
 
 def pattern_properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
-    """Keep all patterns or none: without one, `additionalProperties` would mean something else."""
+    """Keep all patterns or none: without one, `additionalProperties` would mean something else.
+
+    A pattern that other properties may use up is listed as properties: behind the last of them the
+    decoder would allow a comma, and then find that no name is left.
+    """
     at = join(node.at, "patternProperties")
-    try:
-        patterns = {name: read_pattern(name) for name in value}
-    except BadPattern as error:
-        walk.note(node, "patternProperties", Status.UNSUPPORTED, f"a pattern {error}")
+    reason, status = _hindrance(walk, value, at)
+    if status is Status.UNSUPPORTED:
+        walk.note(node, "patternProperties", status, reason)
         return
-    if any(pattern.whole is None for pattern in patterns.values()):
-        walk.check_later(node, "patternProperties", "anchors inside a pattern are only checked")
+    if status is Status.CHECKED:
+        walk.check_later(node, "patternProperties", reason)
         return
     walk.note(node, "patternProperties", Status.ENFORCED)
-    node.out["patternProperties"] = {
-        f"^{patterns[name].whole}$": walk.node(part, join(at, name)) for name, part in value.items()
+    for pattern, part in value.items():
+        rewritten = walk.node(part, join(at, pattern))
+        names = walk.name_patterns.used_up(pattern)
+        if names is not None:
+            listed = dict.fromkeys(names, rewritten)
+            node.out["properties"] = _both(node.out.get("properties", {}), listed)
+        else:
+            patterns = node.out.get("patternProperties", {})
+            whole = f"^{read_pattern(pattern).whole}$"
+            node.out["patternProperties"] = _both(patterns, {whole: rewritten})
+
+
+def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return schemas by name that require what both do."""
+    return one | {
+        name: {"allOf": [one[name], part]} if name in one and one[name] != part else part
+        for name, part in other.items()
     }
+
+
+def _hindrance(walk: Walk, patterns: dict[str, Any], at: str) -> tuple[str, Status]:
+    """Return why the decoder cannot follow patterns of names, and what is done with them then.
+
+    Raises BadSchema for what is no pattern.
+    """
+    try:
+        wholes = [read_pattern(pattern).whole for pattern in patterns]
+    except BadPattern as error:
+        if error.is_invalid:
+            raise BadSchema(f"has a pattern that {error}", at) from error
+        return f"a pattern {error}", Status.UNSUPPORTED
+    if None in wholes:
+        return "anchors inside a pattern are only checked", Status.CHECKED
+    if patterns and not walk.follows_patterns:
+        return "a name may match patterns of two schemas of the object", Status.CHECKED
+    if walk.name_patterns.are_too_many(list(patterns)):
+        return f"enforced for {MAX_PATTERNS} patterns of names", Status.CHECKED
+    pair = walk.name_patterns.overlapping(list(patterns))
+    if pair is not None:
+        return f"a name may match both {pair[0]} and {pair[1]}", Status.CHECKED
+    return "", Status.ENFORCED
 
 
 def additional_properties(walk: Walk, node: Node, value: Any) -> None:
     keyword = "additionalProperties"
-    patterns = node.schema.get("patternProperties", {})
-    if not all(_is_followed(pattern) for pattern in patterns):
+    if not _are_followed(walk, node):
         walk.check_later(node, keyword, "as `patternProperties` beside it")
         return
     walk.note(node, keyword, Status.ENFORCED)
     node.out[keyword] = walk.node(value, join(node.at, keyword))
 
 
-def _is_followed(pattern: str) -> bool:
-    try:
-        return read_pattern(pattern).whole is not None
-    except BadPattern:
-        return False
+def _are_followed(walk: Walk, node: Node) -> bool:
+    """Whether the decoder follows the patterns of a node's property names, if it has some."""
+    at = join(node.at, "patternProperties")
+    patterns = node.schema.get("patternProperties", {})
+    return _hindrance(walk, patterns, at)[1] is Status.ENFORCED
 
 
 def unevaluated_properties(walk: Walk, node: Node, value: Any) -> None:
@@ -62,7 +105,7 @@ def unevaluated_properties(walk: Walk, node: Node, value: Any) -> None:
         walk.check_later(node, keyword, "the schemas beside it evaluate properties too")
     elif "additionalProperties" in node.schema:
         walk.absorb(node, keyword, "`additionalProperties` covers every property")
-    elif not all(_is_followed(pattern) for pattern in node.schema.get("patternProperties", {})):
+    elif not _are_followed(walk, node):
         walk.check_later(node, keyword, "as `patternProperties` beside it")
     else:
         walk.note(node, keyword, Status.ENFORCED, "as `additionalProperties`")
@@ -115,6 +158,7 @@ def _keep_max(walk: Walk, node: Node, most: int) -> None:
     """Keep it if all of `properties` are required: only then the decoder counts."""
     names = node.known.get("properties", {}).keys()
     is_alone = not IN_PLACE & node.known.keys() and node.known.keys() == node.schema.keys()
+    is_alone = is_alone and not {"patternProperties", "propertyNames"} & node.known.keys()
     if names <= set(node.schema.get("required", ())) and is_alone:
         walk.keep(node, "maxProperties", most)
     else:
@@ -157,32 +201,41 @@ def dependent_schemas(walk: Walk, node: Node, value: dict[str, Any]) -> None:
 def property_names(walk: Walk, node: Node, value: Any) -> None:
     """Turn it into patterns of names, if no other keyword applies to unlisted names."""
     keyword = "propertyNames"
-    pattern = _names_pattern(walk.resolve(value))
+    allowed = _allowed_names(walk, walk.resolve(value)) if walk.follows_patterns else None
     if value is True or value == {}:
         walk.note(node, keyword, Status.ENFORCED, "it forbids nothing here")
-    elif pattern is None or not IN_PLACE.isdisjoint(node.known):
+    elif allowed is None or not (IN_PLACE | {"patternProperties"}).isdisjoint(node.known):
         walk.check_later(node, keyword, "enforced for patterns, lengths and enums of names")
     else:
         walk.absorb(node, keyword, "as `patternProperties`")
-        node.also.append({"patternProperties": {pattern: True}, "additionalProperties": False})
+        node.also.append(allowed | {"additionalProperties": False})
 
 
-def _names_pattern(names: Any) -> str | None:
-    if not isinstance(names, dict):
+def _allowed_names(walk: Walk, names: Any) -> dict[str, Any] | None:
+    """Return the keyword for the properties of these names; None: they cannot be followed."""
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
         return None
     rules = names.keys() - {"type", "description", "title"}
-    if names.get("type", "string") != "string":
-        return None
-    if rules == {"pattern"} and _is_followed(names["pattern"]):
-        return f"^{read_pattern(names['pattern']).whole}$"
-    if rules == {"enum"} and all(isinstance(name, str) for name in names["enum"]):
-        return f"^(?:{'|'.join(literal(name) for name in names['enum'])})$"
-    if rules and rules <= {"minLength", "maxLength"}:
+    if rules == {"enum"}:
+        texts = [name for name in names["enum"] if isinstance(name, str)]
+        if walk.name_patterns.lists(texts):
+            return {"properties": dict.fromkeys(texts, True)}
+        return {"patternProperties": {f"^(?:{'|'.join(map(literal, texts))})$": True}}
+    if rules == {"pattern"}:
+        pattern = names["pattern"]
+    elif rules and rules <= {"minLength", "maxLength"}:
         least, most = int(names.get("minLength", 0)), names.get("maxLength")
-        one = ANYTHING.removesuffix("*")
-        if max(least, int(most or 0)) <= 1000:
-            return f"^{one}{{{least},{'' if most is None else int(most)}}}$"
-    return None
+        pattern = f"^[^]{{{least},{'' if most is None else int(most)}}}$"
+    else:
+        return None
+    try:
+        whole = read_pattern(pattern).whole
+    except BadPattern:
+        return None
+    used_up = None if whole is None else walk.name_patterns.used_up(pattern)
+    if used_up is not None:
+        return {"properties": dict.fromkeys(used_up, True)}
+    return None if whole is None else {"patternProperties": {f"^{whole}$": True}}
 
 
 HANDLERS: dict[str, Handler] = {

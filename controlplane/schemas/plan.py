@@ -10,10 +10,13 @@ from typing import Any
 
 from controlplane.schemas import arrays, limits, logic, objects, values
 from controlplane.schemas.findings import BadSchema, Finding, Status
+from controlplane.schemas.instances import Instances
 from controlplane.schemas.walker import Walk
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
 _NUM_KEPT = 256
+#: Of the decoder's schema: a property of characters may have thousands.
+MAX_REWRITTEN_CHARS = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,16 @@ def _plan(text: str) -> Plan | tuple[str, str]:
         limits.check(schema)
         walk = Walk(schema, HANDLERS)
         decoding = walk.run()
+        if Instances(decoding).have_overlapping_patterns():
+            walk = Walk(schema, HANDLERS, follows_patterns=False)
+            decoding = walk.run()
+        Instances(decoding).close_names()
     except BadSchema as error:
         return error.problem, error.path
-    return Plan(text, _text(decoding), tuple(walk.findings.values()))
+    rewritten = _text(decoding)
+    if len(rewritten) > MAX_REWRITTEN_CHARS:
+        return "has too many large classes of characters, as \\p{L} is one", ""
+    return Plan(text, rewritten, tuple(walk.findings.values()))
 
 
 def _text(value: Any) -> str:

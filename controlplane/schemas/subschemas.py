@@ -33,3 +33,23 @@ def children(node: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
         elif key in OBJECTS and isinstance(value, dict):
             for name, item in value.items():
                 yield join(at, key, name), item
+
+
+def property_names(schema: Any) -> set[str]:
+    """Return the names of the properties that a schema lists anywhere."""
+    names: set[str] = set()
+    todo = [schema]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, list):
+            todo += node
+        elif isinstance(node, dict):
+            todo += node.values()
+            lists = [node.get("required"), node.get("properties"), node.get("dependentSchemas")]
+            needed = node.get("dependentRequired")
+            if isinstance(needed, dict):
+                lists += [needed, *needed.values()]
+            for each in lists:
+                if isinstance(each, dict | list):
+                    names.update(name for name in each if isinstance(name, str))
+    return names

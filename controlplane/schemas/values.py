@@ -5,8 +5,9 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from contract.patterns import BadPattern, Pattern, read_pattern
-from controlplane.schemas import formats
+from contract import formats
+from contract.ecma_regex import BadPattern
+from contract.patterns import Pattern, read_pattern
 from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.walker import Handler, Node, Walk, annotation
@@ -64,17 +65,27 @@ def bound(keyword: str) -> Handler:
 
 
 def multiple_of(walk: Walk, node: Node, value: Any) -> None:
-    digits = abs(int(Decimal(str(value)).scaleb(-_exponent(value))))
-    if digits <= MAX_STEP:
-        walk.keep(node, "multipleOf", value)
-    else:
+    step = Decimal(str(value))
+    digits = abs(int(step.scaleb(-_exponent(step))))
+    if digits > MAX_STEP:
         walk.check_later(node, "multipleOf", f"enforced for steps of up to {MAX_STEP} units")
+    elif _as_the_decoder_reads(float(value)) != step:
+        walk.check_later(node, "multipleOf", "the decoder does not read this number exactly")
+    else:
+        walk.keep(node, "multipleOf", value)
 
 
-def _exponent(value: float) -> int:
+def _exponent(value: Decimal) -> int:
     """Return the exponent of the last digit that is not zero, at most 0."""
-    exponent = Decimal(str(value)).normalize().as_tuple().exponent
-    return min(int(exponent), 0)
+    return min(int(value.normalize().as_tuple().exponent), 0)
+
+
+def _as_the_decoder_reads(value: float) -> Decimal:
+    """Return the number that the decoder makes of a step: it shifts the point in binary."""
+    places = 0
+    while not value.is_integer():
+        value, places = value * 10.0, places + 1
+    return Decimal(int(value)).scaleb(-places)
 
 
 def pattern(walk: Walk, node: Node, value: str) -> None:

@@ -7,13 +7,14 @@ out, and where that would forbid an answer (for instance inside `not`) the whole
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.schemas.findings import BadSchema, Finding, Status
+from controlplane.schemas.name_patterns import NamePatterns
 from controlplane.schemas.pointers import References, join
-from controlplane.schemas.subschemas import LISTS, OBJECTS, ONE
+from controlplane.schemas.subschemas import LISTS, OBJECTS, ONE, property_names
 
 #: Rewrites into alternatives; the decoder multiplies those of one object.
 MAX_SPLITS = 6
@@ -44,7 +45,7 @@ class Node:
         decoder time."""
         parts: list[Any] = []
         for part in self.also:
-            is_free = isinstance(part, dict) and not part.keys() & self.out.keys()
+            is_free = isinstance(part, dict) and not _depend(part.keys(), self.out.keys())
             # In their order, which is the order of the answer's properties.
             if is_free and not parts and "$ref" not in part and "$ref" not in self.out:
                 self.out.update(part)
@@ -55,16 +56,39 @@ class Node:
         return self.out
 
 
+def _depend(some: Set[str], others: Set[str]) -> bool:
+    """Whether the keywords of two schemas would mean something else in one schema."""
+    return bool(
+        some & others
+        or ("additionalProperties" in some and _NAMES & others)
+        or ("additionalProperties" in others and _NAMES & some)
+    )
+
+
+_NAMES = frozenset({"properties", "patternProperties"})
+
 #: Handles a keyword, given the walk, the node and the keyword's value.
 Handler = Callable[["Walk", Node, Any], None]
 
 
 class Walk:
-    """Reads one schema. `findings` is complete when `run` has returned."""
+    """Reads one schema. `findings` is complete when `run` has returned.
 
-    def __init__(self, schema: dict[str, Any], handlers: dict[str, Handler]) -> None:
+    name_patterns     compares the patterns of property names
+    follows_patterns  whether the decoder gets them
+    """
+
+    def __init__(
+        self,
+        schema: dict[str, Any],
+        handlers: dict[str, Handler],
+        *,
+        follows_patterns: bool = True,
+    ) -> None:
         self.references = References(schema)
         self.findings: dict[str, Finding] = {}
+        self.name_patterns = NamePatterns(property_names(schema))
+        self.follows_patterns = follows_patterns
         self._schema = schema
         self._handlers = handlers
         self._instead: tuple[Status, str] | None = None

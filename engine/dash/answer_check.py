@@ -9,22 +9,24 @@ This module is imported when the first answer is checked: nothing else in the en
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema
 from jsonschema_specifications import REGISTRY
 
+from contract import formats
+from contract.exact_numbers import is_integer, is_multiple, read_decimal
+
 MAX_MESSAGE_CHARS = 300
 _NUM_KEPT = 256
-#: Larger than any exponent that a schema can compare with, and small enough for a Decimal.
-_HUGE_EXPONENT = 10**17
 
-#: (pattern, text) -> whether the pattern matches somewhere in the text, or may match.
-Search = Callable[[str, str], bool]
+#: (pattern, text) -> whether the pattern matches somewhere in the text; None: it is not known.
+Search = Callable[[str, str], bool | None]
 Check = Callable[[str, str], str | None]
 
 
@@ -34,6 +36,9 @@ def make_check(search: Search) -> Check:
     The function raises RecursionError if either is nested too deeply.
     """
     base = jsonschema.Draft202012Validator
+    checker = jsonschema.FormatChecker(formats=tuple(base.FORMAT_CHECKER.checkers))
+    for name, is_valid in formats.CHECKS.items():
+        checker.checks(name)(functools.partial(_has_format, is_valid))
     kind = jsonschema.validators.extend(
         base,
         {
@@ -41,19 +46,21 @@ def make_check(search: Search) -> Check:
             "patternProperties": functools.partial(_pattern_properties, search),
             "additionalProperties": functools.partial(_additional_properties, search),
             "multipleOf": _multiple_of,
+            "unevaluatedProperties": _unevaluated_properties,
             "$dynamicRef": _unchecked,
         },
+        type_checker=base.TYPE_CHECKER.redefine("integer", lambda _, value: is_integer(value)),
     )
 
     @functools.lru_cache(_NUM_KEPT)
     def validator(schema: str) -> Any:
-        parsed = json.loads(schema, parse_float=Decimal)
+        parsed = json.loads(schema, parse_float=read_decimal)
         # A registry of its own: jsonschema's would fetch the URL of a reference from the network.
-        return kind(parsed, format_checker=base.FORMAT_CHECKER, registry=REGISTRY)
+        return kind(parsed, format_checker=checker, registry=REGISTRY)
 
     def check(schema: str, answer: str) -> str | None:
         try:
-            value = json.loads(answer, parse_float=_decimal, parse_constant=_no_constant)
+            value = json.loads(answer, parse_float=read_decimal, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             return f"the answer is not JSON: {error}"[:MAX_MESSAGE_CHARS]
         found = next(validator(schema).iter_errors(value), None)
@@ -65,7 +72,7 @@ def make_check(search: Search) -> Check:
 @functools.cache
 def _decoders_check() -> Check:
     """Make the check of an answer whose patterns the decoder enforced: they count as matched."""
-    return make_check(lambda pattern, text: True)
+    return make_check(lambda pattern, text: None)
 
 
 def schema_error(schema: str, text: str) -> str | None:
@@ -85,15 +92,6 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decimal(text: str) -> Decimal:
-    try:
-        return Decimal(text)
-    except InvalidOperation:  # the exponent is too large for a Decimal: any as large will do
-        number, _, exponent = text.lower().partition("e")
-        sign = "-" if exponent.startswith("-") else ""
-        return Decimal(f"{number}e{sign}{_HUGE_EXPONENT}")
-
-
 def _message(error: Any) -> str:
     where = "/".join(str(step) for step in error.absolute_path)
     message = f"at /{where}: {error.message}"[:MAX_MESSAGE_CHARS]
@@ -104,7 +102,7 @@ def _message(error: Any) -> str:
 def _pattern(
     search: Search, validator: Any, value: str, instance: Any, schema: Any
 ) -> Iterator[Any]:
-    if isinstance(instance, str) and not search(value, instance):
+    if isinstance(instance, str) and search(value, instance) is False:
         yield jsonschema.ValidationError(f"no match of {value!r} in {instance!r}")
 
 
@@ -115,7 +113,7 @@ def _pattern_properties(
         return
     for expression, part in value.items():
         for name, item in instance.items():
-            if search(expression, name):
+            if search(expression, name) is True:
                 yield from validator.descend(item, part, path=name, schema_path=expression)
 
 
@@ -126,8 +124,21 @@ def _additional_properties(
         return
     known, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
     for name, item in instance.items():
-        if name not in known and not any(search(each, name) for each in expressions):
+        if name not in known and all(search(each, name) is False for each in expressions):
             yield from validator.descend(item, value, path=name)
+
+
+def _unevaluated_properties(
+    validator: Any, value: Any, instance: Any, schema: Any
+) -> Iterator[Any]:
+    """Check it as `jsonschema` does, which reads patterns beside it as Python's."""
+    found = jsonschema.Draft202012Validator.VALIDATORS["unevaluatedProperties"]
+    with contextlib.suppress(re.error):
+        yield from found(validator, value, instance, schema)
+
+
+def _has_format(is_valid: Callable[[str], bool], value: Any) -> bool:
+    return not isinstance(value, str) or is_valid(value)
 
 
 def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
@@ -136,22 +147,5 @@ def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterat
 
 
 def _multiple_of(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if validator.is_type(instance, "number") and not _is_multiple(instance, value):
-        yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {value}")
-
-
-def _is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
-    """Whether it is an exact multiple, for any digits; Decimal's `%` fails after 28 digits."""
-    units, exponent, num_digits = _units(number)
-    step_units, step_exponent, _ = _units(step)
-    shift = exponent - step_exponent
-    if shift >= 0:
-        return units * pow(10, shift, step_units) % step_units == 0
-    return units == 0 or (-shift <= num_digits and units % (step_units * 10**-shift) == 0)
-
-
-def _units(number: int | Decimal) -> tuple[int, int, int]:
-    """Return (units, exponent, digits of units): the number is ± units * 10**exponent."""
-    _, digits, exponent = Decimal(number).as_tuple()
-    assert isinstance(exponent, int)  # JSON has finite numbers only
-    return int(Decimal((0, digits, 0))), exponent, len(digits)
+    if validator.is_type(instance, "number") and not is_multiple(instance, value):
+        yield jsonschema.ValidationError(f"{instance} is not a multiple of {value}")

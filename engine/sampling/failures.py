@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from engine.errors import EngineError
+from engine.errors import EngineError, GrammarFailed
 from engine.sampling.sampler import Sampled
 from engine.sequence import Sequence
 
@@ -17,7 +17,10 @@ def failed_token(sequence: Sequence, error: BaseException) -> Sampled:
 
 
 def as_engine_error(request_id: str, error: BaseException) -> EngineError:
-    """Return the error for the client; log one that was not foreseen."""
+    """Return the error for the client; log one that was not foreseen, or that is a defect."""
+    if isinstance(error, GrammarFailed):
+        reason, seen = error.reason, {"request_id": request_id}
+        log.error("the grammar of an answer could not be followed: %s", reason, extra=seen)
     if isinstance(error, EngineError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": request_id})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.errors import BadGrammar
+from engine.errors import BadGrammar, GrammarFailed
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
 from engine.sampling.masks import Mask, Masked, MaskThreads, MaskTree
 from engine.sampling.walk import Behind, Walk
@@ -39,21 +40,19 @@ class Matcher:
 
     inner  llguidance's
     tree, place  the masks of its grammar's places, and which of them this is
-    error  set if the grammar turns out too costly to follow; the request must end then
+    error  set if the grammar cannot be followed any further; the request must end then
     """
 
     def __init__(
         self,
         inner: Any,
         eos_token_id: int,
-        param: str = "json_schema",
         tree: MaskTree | None = None,
     ) -> None:
         self.inner = inner
         self.tree, self.place = tree or MaskTree(), 0
-        self._param = param
         self.eos_token_id = eos_token_id
-        self.error: BadGrammar | None = None
+        self.error: GrammarFailed | None = None
         self._mask: Mask | None = None  # at this place, once it was computed
         self._ahead: list[tuple[int, Mask | None]] = []  # see `Walk`
 
@@ -165,7 +164,7 @@ class Matcher:
     def accept(self, token_id: int) -> bool:
         """Advance by a token that the mask allowed; return whether the text is complete.
 
-        Raises BadGrammar if the grammar cannot be followed any further.
+        Raises GrammarFailed if the grammar cannot be followed any further.
         """
         self._mask = None
         if self._ahead:
@@ -184,9 +183,8 @@ class Matcher:
 
     def _has_failed(self) -> bool:
         if self.error is None and self.inner.is_error():
-            self.error = BadGrammar(
-                f"the grammar cannot be followed: {self.inner.get_error()}", param=self._param
-            )
+            reason = re.match(r"\w*", self.inner.get_error())  # what follows quotes the answer
+            self.error = GrammarFailed(reason[0] if reason else "")
         return self.error is not None
 
 
@@ -271,7 +269,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
         if compiled is not None:
             ready: Future[Matcher] = Future()
-            ready.set_result(self._matcher(compiled, grammar))
+            ready.set_result(self._matcher(compiled))
             return ready
         return self._threads.submit(self._compile, grammar, key)
 
@@ -292,10 +290,10 @@ class GrammarCompiler:
             backend.compile(_SMALLEST)  # Outlines imports more modules for its first grammar
             self._backend = backend
 
-    def _matcher(self, compiled: _Compiled, grammar: Grammar) -> Matcher:
+    def _matcher(self, compiled: _Compiled) -> Matcher:
         assert self._backend is not None
         inner, tree = compiled
-        return Matcher(inner.deep_copy(), self._backend.eos_token_id, grammar.param, tree)
+        return Matcher(inner.deep_copy(), self._backend.eos_token_id, tree)
 
     def _compile(self, grammar: Grammar, key: tuple[str, Grammar]) -> Matcher:
         self._prepare()
@@ -303,7 +301,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._cache.get(key)
         if compiled is not None:  # it was compiled while this call waited
-            return self._matcher(compiled, grammar)
+            return self._matcher(compiled)
         try:
             matcher = self._backend.compile(grammar)
         except BadGrammar:
@@ -322,7 +320,7 @@ class GrammarCompiler:
             self._cache[key] = compiled
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        return self._matcher(compiled, grammar)
+        return self._matcher(compiled)
 
 
 def _let_others_go_first() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import BadGrammar
+from engine.errors import GrammarFailed
 from engine.sampling.failures import failed_token
 from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.masks import Mask
@@ -17,7 +17,7 @@ from engine.sampling.sampler import Sampled
 from engine.sampling.walk import Behind
 from engine.sequence import Row, Sequence
 
-_LOST = "the grammar cannot be followed behind the text that it forces"
+_LOST = "LostBehindForcedText"
 
 
 class StepMasks:
@@ -162,7 +162,7 @@ class _Plan:
         mask = None if self.last is None else self.last.compute()
         if mask is None:
             if self.is_certain:
-                raise BadGrammar(_LOST)
+                raise GrammarFailed(_LOST)
             return []
         own = [*self.known, mask] if self.here is None else [self.here.mask, *self.known, mask]
         for i, each in enumerate(own, first):
@@ -181,7 +181,7 @@ def _fill(matcher: Matcher, row: Row, words: npt.NDArray[np.int32], first: int) 
     own = [depth for depth in wanted if depth < len(masks)]
     if len(masks) <= len(row.drafts):  # the next draft is not legal
         if not own:
-            raise BadGrammar(_LOST)
+            raise GrammarFailed(_LOST)
         row.cut(own[-1])
     for i, depth in enumerate(own):
         if depth == 0:

@@ -19,7 +19,7 @@ def check_stop(
 ) -> tuple[FinishReason | None, bool]:
     """Return why the newest token ends its request, or None, and whether it is part of the text.
 
-    Advances the request's grammar by the token; raises BadGrammar if that cannot be followed any
+    Advances the request's grammar by the token; raises GrammarFailed if that cannot be followed any
     further.
     """
     if sequence.request.sampling.max_tokens == 0:

@@ -88,7 +88,7 @@ def test_offsets_lead_to_the_tokens(served: Served, base: Base, is_text: bool) -
     assert found.text_offset == sorted(found.text_offset)
     assert found.text_offset[len(token_ids)] == len(TEXT)
     for i, (token, at) in enumerate(zip(found.tokens, found.text_offset, strict=True)):
-        if "\N{REPLACEMENT CHARACTER}" not in token and "<|" not in token:
+        if "<|" not in token and not token.startswith("bytes:"):
             assert choice.text.startswith(token, at), i
 
 
@@ -155,6 +155,30 @@ def test_multiple_choice_as_lm_eval_asks_for_it(served: Served, base: Base) -> N
         assert len(found["tokens"][scored]) == len(prompt) - len(context)
         for token, top in zip(found["tokens"][scored], found["top_logprobs"][scored], strict=True):
             assert token in top
+
+
+def test_the_likeliest_token_is_told_where_tokens_are_parts_of_characters(
+    served: Served, base: Base
+) -> None:
+    """lm-eval calls an answer greedy if each token is the likeliest key of `top_logprobs`."""
+    prompt = "La f\u00eate \U0001f389\U0001f973 \u65e5\u672c"
+    answer = post(
+        served, "/v1/completions", model=ROOMY_NAME, prompt=prompt, echo=True, max_tokens=0,
+        logprobs=5, prompt_logprobs=5,
+    ).json()  # fmt: skip
+    [choice] = answer["choices"]
+    found = choice["logprobs"]
+    parts = [token for token in found["tokens"] if token.startswith("bytes:")]
+    assert len(parts) > 8
+    for token, own, top, by_id in list(
+        zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"],
+            choice["prompt_logprobs"], strict=True,
+        )
+    )[1:]:  # fmt: skip
+        assert top[token] == own
+        assert sorted(top.values()) == sorted(entry["logprob"] for entry in by_id.values())
+        assert token.isascii() or base.ids(token)  # a part of a character is written in ASCII
 
 
 @pytest.mark.parametrize("asked", [0, 2])

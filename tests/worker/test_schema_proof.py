@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -115,6 +116,61 @@ def test_strict_refuses_what_is_only_checked(client: OpenAI, name: str) -> None:
         ask(client, CHECKED[name].schema)
     assert caught.value.param == "response_format.json_schema.schema"
     assert f"/{name}" in caught.value.message
+
+
+def test_patterns_are_read_as_ecma_in_every_field(client: OpenAI) -> None:
+    """Python's `re` has no \\p and no (?<y>…), and reads \\Z and {,3} in another way."""
+    pattern = r"^(?<y>\d{4})-\p{Lu}a{,3}\Z\-$"
+    expected = re.compile("[0-9]{4}-.a\\{,3\\}Z-")
+    schema = {
+        "type": "object", "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"], "additionalProperties": False,
+    }  # fmt: skip
+    reason, text = ask(client, schema, temperature=1, seed=1)
+    assert reason == "stop" and expected.fullmatch(value := json.loads(text)["a"])
+    assert value[5].isupper()
+    function = {"name": "f", "strict": True, "parameters": schema}
+    given: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}], "tool_choice": "required",
+    }  # fmt: skip
+    say: Any = [{"role": "user", "content": "x"}]
+    called = client.chat.completions.create(
+        model=TINY_NAME, messages=say, max_tokens=MAX_TOKENS, parallel_tool_calls=False, **given
+    )
+    calls: Any = called.choices[0].message.tool_calls
+    assert expected.fullmatch(json.loads(calls[0].function.arguments)["a"])
+    for form in ({"response_format": {"type": "regex", "pattern": pattern}}, {"regex": pattern}):
+        answer = client.chat.completions.create(
+            model=TINY_NAME, messages=say, max_tokens=50, extra_body=form
+        )
+        assert expected.fullmatch(answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("pattern", ["(?P<y>a)", "a++", r"\1", "(?<y>a)(?<y>b)"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_no_pattern_of_ecma_is_refused_by_path(
+    client: OpenAI, pattern: str, strict: bool
+) -> None:
+    for schema, path in (
+        ({"properties": {"a": {"type": "string", "pattern": pattern}}}, "/properties/a/pattern"),
+        ({"patternProperties": {pattern: {}}}, "/patternProperties"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, {"type": "object", **schema}, strict=strict)
+        assert "no regular expression of ECMA-262" in caught.value.message
+        assert path in caught.value.message
+
+
+def test_a_strict_answer_never_ends_in_a_dead_end(client: OpenAI) -> None:
+    """A comma behind the last name would leave nothing to write, by the seed."""
+    schema = {
+        "type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"],
+        "additionalProperties": False, "patternProperties": {"^score$": {"minimum": 0}},
+    }  # fmt: skip
+    for seed in range(8):
+        reason, text = ask(client, schema, temperature=2, seed=seed, max_tokens=60)
+        assert reason in ("stop", "length")
+        assert reason == "length" or json.loads(text)["score"] >= 0
 
 
 def test_an_answer_that_breaks_what_is_only_checked_says_so(live: LiveStack, url: str) -> None:

@@ -46,18 +46,29 @@ def _try(llguidance: Any, tokenizer: Any, limits: Any, grammar: Grammar) -> str 
         return f"it is not valid: {error}"
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        return f"it cannot be enforced: {matcher.get_error()}"
+        return f"it cannot be enforced: {_first_line(matcher.get_error())}"
     rng = random.Random(0)
     for number in range(TRIAL_TOKENS):
         token_id = _any_token(matcher.compute_bitmask(), rng)
         if matcher.is_error():
-            return f"it costs too much to follow: {matcher.get_error()}"
+            return _failure(matcher.get_error())
         if token_id is None:
             return "nothing satisfies it" if number == 0 else None
         matcher.consume_token(token_id)
         if matcher.is_error() or matcher.is_stopped():
             return None
     return None
+
+
+def _failure(message: str) -> str:
+    """Return why a grammar could not be followed, without the decoder's insides."""
+    if message.startswith("NoExtension"):
+        return "it leads to a place where nothing may follow"
+    return "it costs too much to follow"
+
+
+def _first_line(message: str) -> str:
+    return message.partition("\n")[0]
 
 
 def _any_token(mask: bytes, rng: random.Random) -> int | None:

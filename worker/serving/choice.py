@@ -209,8 +209,10 @@ class Choice:
             "logprob": logprob if logprob > -9999.0 else -9999.0,  # JSON has no -inf or NaN
             "bytes": list(piece.bytes),
         }
+        if self._job.messages is None or self._job.token_details:
+            shown["id"] = token_id
         if self._job.token_details:
-            shown |= {"id": token_id, "special": self._codec.is_special(token_id)}
+            shown["special"] = self._codec.is_special(token_id)
         return shown
 
 

@@ -14,7 +14,7 @@ from controlplane.inference.answers import ChatAnswer, CompletionAnswer, usage_b
 
 USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)
 CALL = f'{CALL_BEGIN}{{"name": "f", "arguments": {{"a": 1}}}}{CALL_END}'
-LOGPROB = {"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
+LOGPROB = {"token": "hi", "id": 7, "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
 
 
 def make(kind: type[Any], *, with_usage: bool = False, **fields: Any) -> Any:
@@ -131,7 +131,7 @@ def test_chat_logprobs() -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_completion_logprobs_are_parallel_lists(is_streamed: bool) -> None:
-    best = {"token": "ho", "logprob": -1.0, "bytes": []}
+    best = {"token": "ho", "id": 8, "logprob": -1.0, "bytes": []}
     answer = make(CompletionAnswer)
     one = event("hi", logprobs=({**LOGPROB, "top_logprobs": [LOGPROB, best]},))
     bodies = decoded(answer.chunks(one)) if is_streamed else [answer.whole([one])]
@@ -141,6 +141,51 @@ def test_completion_logprobs_are_parallel_lists(is_streamed: bool) -> None:
         "top_logprobs": [{"hi": -0.5, "ho": -1.0}],
         "text_offset": [0],
     }
+
+
+def token(token_id: int, content: bytes, logprob: float, **more: Any) -> dict[str, Any]:
+    text = content.decode(errors="replace")
+    return {"token": text, "id": token_id, "logprob": logprob, "bytes": list(content), **more}
+
+
+def completion_logprobs(*entries: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = make(CompletionAnswer).whole([event("", logprobs=entries)])["choices"]
+    found: dict[str, Any] = choice["logprobs"]
+    return found
+
+
+def test_parts_of_characters_are_named_by_their_bytes() -> None:
+    """As OpenAI writes them; by their text all would be one replacement character."""
+    best = [token(1, b"\xf0\x9f", -0.1), token(2, b" \xe6", -1.0), token(3, b"\x9f'\"\\", -2.0)]
+    found = completion_logprobs(token(4, b"\xf0", -3.0, top_logprobs=best))
+    names = ["bytes:\\xf0\\x9f", "bytes: \\xe6", "bytes:\\x9f\\'\"\\\\", "bytes:\\xf0"]
+    assert found["tokens"] == names[-1:]
+    assert found["top_logprobs"] == [dict(zip(names, [-0.1, -1.0, -2.0, -3.0], strict=True))]
+
+
+@pytest.mark.parametrize(
+    "chosen, names",
+    [
+        (5, {"\u00e9": -0.1, "token_id:6": -1.0}),
+        (6, {"token_id:5": -0.1, "\u00e9": -1.0}),  # the likelier one keeps its own value
+        (9, {"\u00e9": -0.1, "token_id:6": -1.0, "a": -2.0}),
+    ],
+)
+def test_tokens_of_the_same_text_stay_apart(chosen: int, names: dict[str, float]) -> None:
+    best = [token(5, b"\xc3\xa9", -0.1), token(6, b"\xc3\xa9", -1.0)]
+    own = {each["id"]: each for each in [*best, token(9, b"a", -2.0)]}[chosen]
+    found = completion_logprobs({**own, "top_logprobs": best})
+    assert found["top_logprobs"] == [names]
+    likeliest = max(names, key=names.__getitem__)
+    assert (likeliest == found["tokens"][0]) == (chosen == 5)  # how lm-eval tells a greedy answer
+
+
+def test_offsets_behind_a_broken_character() -> None:
+    """Its bytes are a replacement character in the text, which the next token is behind."""
+    parts = [b"a", b"\xf0\x9f", b"b", b"\xc3", b"\xa9", b"c"]
+    entries = [token(n, part, -1.0, top_logprobs=[]) for n, part in enumerate(parts)]
+    assert completion_logprobs(*entries)["text_offset"] == [0, 1, 2, 3, 3, 4]
+    assert b"".join(parts).decode(errors="replace") == "a\ufffdb\u00e9c"
 
 
 def test_offsets_go_on_from_chunk_to_chunk() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from contract.row_messages import read_row
 from controlplane.errors import InvalidRequest
 from controlplane.gateway.lorax.schemas import GenerateBody
 from controlplane.inference.bodies import Body
@@ -343,6 +344,20 @@ def test_a_chat_with_calls_is_rendered_with_arguments_as_objects() -> None:
         "tool_call_id": "call_1",
         "name": "f",
     }
+
+
+def test_a_repeated_call_id_means_the_latest_call_before_the_result() -> None:
+    """Some clients count the calls of each message anew; training reads such rows alike."""
+    named = [{**CALL, "function": {"name": n, "arguments": "{}"}} for n in ("f", "g", "h")]
+    result = {"role": "tool", "content": "1", "tool_call_id": CALL["id"]}
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    for call in named:
+        messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    messages += [result, {"role": "assistant", "content": "done"}]
+    rendered = chat(messages=messages).rendered_messages()
+    assert [each["name"] for each in rendered if each["role"] == "tool"] == ["f", "g", "h", "h"]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+    assert read_row({"messages": messages, "tools": tools}).messages == rendered
 
 
 @pytest.mark.parametrize("arguments", ["[" * 300 + "]" * 300, '{"a": "\\ud800"}', '{"a"'], ids=len)

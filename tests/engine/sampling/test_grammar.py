@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.patterns import not_beginning_with
-from engine import BadGrammar, FinishReason, RequestError
+from engine import BadGrammar, Engine, FinishReason, GrammarFailed, RequestError
 from engine.grammar_text import tool_calls
 from engine.sampling import grammar
 from engine.sampling.grammar import Matcher
@@ -196,7 +196,7 @@ class Exhausted:
         return self.left <= 0
 
     def get_error(self) -> str:
-        return "out of fuel"
+        return "OutOfFuel: behind 'secret'"
 
     def is_stopped(self) -> bool:
         return False
@@ -205,7 +205,10 @@ class Exhausted:
         self.left -= 1
 
 
-def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEngine) -> None:
+def test_a_grammar_that_gives_out_ends_its_own_request_only(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the server's fault: it was accepted."""
     engine = make_engine()
     engine.add(request("r", prompt(0, 4), json_schema=json.dumps(INVOICE), max_tokens=50))
     (sequence,) = engine._requests.sequences("r")
@@ -214,9 +217,44 @@ def test_a_grammar_that_gives_out_ends_its_own_request_only(make_engine: MakeEng
     engine.add(request("free", prompt(0, 4), max_tokens=20))
     engine._grammars._matchers[sequence] = Matcher(Exhausted(3), eos_token_id=256)
     results = run(engine)
-    assert isinstance(results["r"].error, BadGrammar)
+    error = results["r"].error
+    assert isinstance(error, GrammarFailed) and not isinstance(error, RequestError)
+    assert "OutOfFuel" not in error.message and "OutOfFuel" in caplog.text
+    assert "secret" not in caplog.text
     assert len(results["r"].token_ids) == 2
     assert results["free"].finish_reason == FinishReason.LENGTH
+
+
+ONE = {"const": 1}
+LISTED = {"properties": {"a": ONE}, "required": ["a"]}
+MATCHED = {"patternProperties": {"^a$": ONE}, "additionalProperties": False}
+
+
+def run_with_seeds(engine: Engine, schema: dict[str, Any]) -> list[Any]:
+    text = json.dumps({"type": "object", **schema})
+    requests = [
+        request(f"r{i}", prompt(0, 4), json_schema=text, temperature=3.0, seed=i) for i in range(8)
+    ]
+    return list(run(engine, *requests).values())
+
+
+def test_a_pattern_that_listed_names_use_up_is_no_dead_end(make_engine: MakeEngine) -> None:
+    """The decoder would allow a comma behind the last name that there can be (llguidance#265)."""
+    for end in run_with_seeds(make_engine(), LISTED | MATCHED):
+        assert end.error is None
+
+
+def test_a_dead_end_in_mid_answer_is_no_fault_of_the_request(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The control plane rewrites this schema, too."""
+    ends = run_with_seeds(make_engine(), {"allOf": [LISTED, MATCHED]})
+    errors = [end.error for end in ends if end.error is not None]
+    assert errors
+    for error in errors:
+        assert isinstance(error, GrammarFailed)
+        assert error.code == "grammar_failed" and "NoExtension" not in error.message
+    assert "NoExtensionBias" in caplog.text
 
 
 @pytest.mark.parametrize(

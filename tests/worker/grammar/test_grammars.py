@@ -181,8 +181,23 @@ async def test_many_who_want_the_same_wait_for_one_trial(
         ({"exclusiveMinimum": 0, "maximum": 1e-300}, "1E-" + "9" * 30, None),
         ({"exclusiveMinimum": 0}, "0e" + "9" * 30, "less than or equal to"),
         ({"$dynamicRef": "#nowhere"}, "1", None),
+        ({"multipleOf": 0.07}, "0.21", None),
+        ({"multipleOf": 1e-7}, "0.00000015", "not a multiple of 1E-7"),
+        ({"type": "integer"}, "1.0", None),
+        ({"format": "time"}, '"15:59:60-08:00"', None),  # a leap second ends a day of UTC
+        ({"format": "time"}, '"12:59:60Z"', "'time'"),
+        ({"format": "date-time"}, '"2023-02-29T00:00:00Z"', "'date-time'"),
+        ({"format": "json-pointer"}, '"/a~2"', "'json-pointer'"),
+        ({"format": "regex"}, json.dumps(r"(?<y>\p{L})(?=a)"), None),
+        ({"format": "regex"}, '"(?P<y>a)"', "'regex'"),
+        ({"pattern": r"^\p{L}{2}$"}, '"\u00e9\u65e5"', None),
+        ({"pattern": "^a$"}, r'"\ud800"', "no match"),
+        # Nobody knows whether such a pattern matches a name: it forbids nothing.
+        ({"patternProperties": {"(?=a)b": {"type": "null"}}}, '{"x": 1}', None),
+        ({"additionalProperties": False, "patternProperties": {"(?=a)b": {}}}, '{"x": 1}', None),
+        ({"unevaluatedProperties": False, "patternProperties": {r"\p{L}": {}}}, '{"x": 1}', None),
     ],
-    ids=range(22),
+    ids=range(36),
 )
 def test_finished_answers_are_checked(
     schema: dict[str, Any], answer: str, problem: str | None

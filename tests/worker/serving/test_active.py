@@ -164,11 +164,12 @@ def test_logprobs_name_tokens_and_their_bytes(codec: TextCodec) -> None:
     assert news_of(request).event.logprobs == (
         {
             "token": "z",
+            "id": 92,
             "logprob": -0.25,
             "bytes": [122],
             "top_logprobs": [
-                {"token": "z", "logprob": -0.25, "bytes": [122]},
-                {"token": "<|end|>", "logprob": -9999.0, "bytes": []},
+                {"token": "z", "id": 92, "logprob": -0.25, "bytes": [122]},
+                {"token": "<|end|>", "id": 2, "logprob": -9999.0, "bytes": []},
             ],
         },
     )
