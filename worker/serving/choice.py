@@ -11,9 +11,9 @@ from typing import Any
 
 from contract.protocol import FinishReason, GenerateJob, TokenEvent
 from engine.request import RequestOutput, TokenLogprob
+from engine.text.codec import Detokenizer, StopStrings, TextCodec
 from worker.grammar.checks import is_bound
 from worker.serving.engine_commands import Prompt
-from worker.text.codec import Detokenizer, StopStrings, TextCodec
 
 
 class Choice:

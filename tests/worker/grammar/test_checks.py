@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from contract.patterns import not_beginning_with
 from contract.protocol import CALL_BEGIN, GenerateJob, TokenEvent
 from contract.tool_calls import BLANKS, CallReader, read_calls
+from engine.text.codec import TextCodec
 from tests.contract.test_tool_calls import ARGUMENTS, call
 from tests.fakes import write_fake_base
 from tests.messages import make_job
@@ -21,7 +22,6 @@ from worker.grammar.answer_check import set_up
 from worker.grammar.checks import checks_of
 from worker.serving.active_request import ActiveRequest
 from worker.serving.requests import Requests
-from worker.text.codec import TextCodec
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}}

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")  # GPU machines have none
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from contract.protocol import TokenEvent
 from engine.request import FinishReason, RequestOutput, TokenLogprob
+from engine.text.codec import TextCodec
 from tests.worker.serving.test_active import make_request
-from worker.text.codec import TextCodec
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

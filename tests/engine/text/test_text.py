@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")  # GPU machines have none
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from engine.text.codec import REPLACEMENT, Detokenizer, PromptError, StopStrings, TextCodec
 from tests.fakes import write_fake_base
 from tests.tiny_base import write_tiny_base
-from worker.text.codec import REPLACEMENT, Detokenizer, PromptError, StopStrings, TextCodec
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief. <b>&amp;</b>"},

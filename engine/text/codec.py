@@ -19,8 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from contract.base_shape import context_length
-from worker.text.control_tokens import ControlTokens
-from worker.text.token_pieces import TokenPieces
+from engine.text.control_tokens import ControlTokens
+from engine.text.token_pieces import TokenPieces
 
 #: An incomplete UTF-8 sequence decodes to this.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

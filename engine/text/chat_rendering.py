@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.protocol import CALL_BEGIN, CALL_END
-from worker.text.codec import Chat, TextCodec
+from engine.text.codec import Chat, TextCodec
 
 _INTRODUCTION = (
     "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
