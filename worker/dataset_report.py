@@ -27,7 +27,8 @@ from typing import Any
 from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.dataset_report import MAX_PLACES, ReportJob
 from contract.row_messages import Row
-from engine.text.codec import PromptError, TextCodec
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from worker.one_job import answer_job
 from worker.training.row_tokens import encode_row, row_length
 

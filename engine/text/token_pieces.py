@@ -1,21 +1,27 @@
-"""TokenPieces: the text and bytes of single tokens, for log-probabilities.
+"""TokenPieces: the text and bytes of single tokens.
 
-In a SentencePiece vocabulary a word's token includes the space before it, which the decoder drops
-at the beginning of a text. So a token that is not the first is decoded after other text. The bytes
-of an answer's tokens, joined, are the answer's bytes.
+The bytes of an answer's tokens, joined, are the answer's bytes: a tokenizer's decoder treats each
+token alike wherever it stands, except at a text's edges. In a SentencePiece vocabulary a word's
+token includes the space before it, which the decoder drops at the beginning; in others, the space
+behind it, which the decoder drops at the end. So a token is decoded between other tokens.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import string
-from collections.abc import Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 #: Tokens to remember, the latest; each takes some hundred bytes.
 _NUM_KEPT = 16_384
+#: A byte in a vocabulary with byte fallback.
+_BYTE_NAME = re.compile("<0x([0-9A-Fa-f]{2})>")
+_GARBLED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenPiece(NamedTuple):
@@ -25,57 +31,90 @@ class TokenPiece(NamedTuple):
     """
 
     text: str
-    bytes: tuple[int, ...]
+    bytes: bytes
 
 
 class TokenPieces:
     """Reads tokens of one vocabulary. Safe to use from several threads.
 
-    anchor  a token whose text is one letter, to put before others; None: there is none
+    special_ids  the tokens that a text leaves out
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, special_ids: Set[int], is_byte_level: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_names = {i: token.content for i, token in added.items() if token.special}
+        self.special_ids = frozenset(self._special_names)
         self._tokenizer = tokenizer
-        self._special_ids = special_ids
-        self._is_byte_level = is_byte_level
-        self.anchor = _anchor(tokenizer)
+        self._anchor = self._find_anchor()
+        self._before, self._after = "", ""
+        if self._anchor is not None:
+            self._before = self._decode(self._anchor)
+            self._after = self._decode(self._anchor, self._anchor)[len(self._before) :]
         self._read_once = functools.lru_cache(_NUM_KEPT)(self._read)
 
     def of(self, token_id: int, *, is_first: bool) -> TokenPiece:
         """Return a token's piece; is_first: the text begins with this token."""
         return self._read_once(token_id, is_first)
 
+    def special_among(self, names: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens that have one of these names, by id."""
+        if not names:
+            return {}
+        return {i: name for i, name in self._special_names.items() if name in names}
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token adds nothing to a text, so that the text begins behind it."""
+        return not self.of(token_id, is_first=False).bytes
+
     def _read(self, token_id: int, is_first: bool) -> TokenPiece:
-        if token_id in self._special_ids:
-            return TokenPiece(self._text(token_id, True), ())
+        if token_id in self.special_ids:
+            return TokenPiece(self._text(token_id, True), b"")
         text = self._text(token_id, is_first)
-        token = self._tokenizer.id_to_token(token_id) or ""
-        if self._is_byte_level and all(character in _BYTE_OF for character in token):
-            return TokenPiece(text, tuple(_BYTE_OF[character] for character in token))
-        is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        if is_byte and text:  # the decoder may drop a first space in this form too
-            return TokenPiece(text, (int(token[3:5], 16),))
-        return TokenPiece(text, tuple(text.encode()))
+        # What the bytes of a name are is up to the decoder, which shows at least whole characters.
+        for raw in _bytes_of(self._tokenizer.id_to_token(token_id) or ""):
+            if raw.decode(errors="replace") == text:
+                return TokenPiece(text, raw)
+        return TokenPiece(text, text.encode())
 
     def _text(self, token_id: int, is_first: bool) -> str:
-        if not is_first and self.anchor is not None:
-            before = self._decode(self.anchor)
-            text = self._decode(self.anchor, token_id)
-            if text.startswith(before):
-                return text[len(before) :]
+        if self._anchor is None:
+            return self._decode(token_id)
+        before = "" if is_first else self._before
+        ids = (token_id, self._anchor) if is_first else (self._anchor, token_id, self._anchor)
+        text = self._decode(*ids)
+        size = len(text) - len(self._after)
+        if size >= len(before) and text.startswith(before) and text.endswith(self._after):
+            return text[len(before) : size]
         return self._decode(token_id)
 
     def _decode(self, *token_ids: int) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def _find_anchor(self) -> int | None:
+        """Return a token to put around others: a letter, or else any with a text; None: no token.
 
-def _anchor(tokenizer: Tokenizer) -> int | None:
-    for letter in string.ascii_letters:
-        token_id: int | None = tokenizer.token_to_id(letter)
-        if token_id is not None and tokenizer.decode([token_id]) == letter:
-            return token_id
-    return None
+        With a letter, no character and no word of two tokens is mistaken for one.
+        """
+        letters = map(self._tokenizer.token_to_id, string.ascii_letters)
+        for token_id in itertools.chain(letters, range(self._tokenizer.get_vocab_size())):
+            if token_id is None or token_id in self.special_ids:
+                continue
+            text = self._decode(token_id)
+            if text.strip() and _GARBLED not in text:
+                if self._decode(token_id, token_id).startswith(text):
+                    return token_id
+        return None
+
+
+def _bytes_of(name: str) -> list[bytes]:
+    """Return the bytes that a token of this name may be: by byte-level BPE, or as a lone byte."""
+    found = []
+    if all(character in _BYTE_OF for character in name):
+        found.append(bytes(_BYTE_OF[character] for character in name))
+    if match := _BYTE_NAME.fullmatch(name):
+        found.append(bytes([int(match[1], 16)]))
+    return found
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -34,7 +34,8 @@ from contract.judging import (
 from contract.protocol import adapter_digest_of
 from contract.training import JobError, TrainJob
 from engine.text.chat_rendering import render_chat
-from engine.text.codec import PromptError, TextCodec
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from engine.training.errors import TrainingError
 from engine.training.held_out import HeldOutLoss, Judged, held_out_passes
 from engine.training.model import TrainingModel

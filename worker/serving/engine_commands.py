@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from contract.protocol import ErrorCode, GenerateJob, Sampling
 from engine.request import AdapterPart, Priority, Request, SamplingParams
 from engine.text.chat_rendering import render_chat
-from engine.text.codec import PromptError, TextCodec
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from worker.errors import Refused
 from worker.grammar.calls import calls_grammar
 

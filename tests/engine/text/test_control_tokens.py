@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from contract.protocol import ErrorCode
-from engine.text.codec import PromptError, TextCodec
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base
