@@ -1,9 +1,10 @@
-"""Checks with `jsonschema` whether a finished answer obeys its schema.
+"""Checks with `jsonschema` whether a finished answer obeys its schema, in library and worker.
 
-Numbers are decimals here: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. If a name
-occurs twice in an object, the last one counts, as for any JSON parser.
+RE2 matches the patterns, in time linear in the answer's length for any pattern. Numbers are
+decimals: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. If a name occurs twice in
+an object, the last one counts, as for any JSON parser.
 
-This module is imported when the first answer is checked: nothing else in the engine needs
+This module is imported when the first answer is checked: nothing else in the engine needs RE2 and
 `jsonschema`, which comes with Outlines. No torch here.
 """
 
@@ -16,19 +17,20 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema
+import re2
 from jsonschema_specifications import REGISTRY
+
+from contract.patterns import BadPattern, read_pattern
 
 MAX_MESSAGE_CHARS = 300
 _NUM_KEPT = 256
 #: Larger than any exponent that a schema can compare with, and small enough for a Decimal.
 _HUGE_EXPONENT = 10**17
 
-#: (pattern, text) -> whether the pattern matches somewhere in the text, or may match.
-Search = Callable[[str, str], bool]
 Check = Callable[[str, str], str | None]
 
 
-def make_check(search: Search) -> Check:
+def make_check() -> Check:
     """Make a function (schema, answer), both JSON text -> where and how the answer fails, or None.
 
     The function raises RecursionError if either is nested too deeply.
@@ -37,9 +39,9 @@ def make_check(search: Search) -> Check:
     kind = jsonschema.validators.extend(
         base,
         {
-            "pattern": functools.partial(_pattern, search),
-            "patternProperties": functools.partial(_pattern_properties, search),
-            "additionalProperties": functools.partial(_additional_properties, search),
+            "pattern": _pattern,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional_properties,
             "multipleOf": _multiple_of,
             "$dynamicRef": _unchecked,
         },
@@ -62,19 +64,16 @@ def make_check(search: Search) -> Check:
     return check
 
 
-@functools.cache
-def _decoders_check() -> Check:
-    """Make the check of an answer whose patterns the decoder enforced: they count as matched."""
-    return make_check(lambda pattern, text: True)
+_check = functools.cache(make_check)
 
 
 def schema_error(schema: str, text: str) -> str | None:
     """Return how a text that was generated under a schema violates it; None: it does not.
 
-    schema, text  both JSON; patterns are not checked again
+    schema, text  both JSON
     """
     try:
-        return _decoders_check()(schema, text)
+        return _check()(schema, text)
     except RecursionError:
         return "it is nested too deeply to be checked"
     except Exception as error:  # a schema that the decoder accepts and jsonschema does not
@@ -101,33 +100,49 @@ def _message(error: Any) -> str:
     return message.encode("utf-8", "replace").decode()
 
 
-def _pattern(
-    search: Search, validator: Any, value: str, instance: Any, schema: Any
-) -> Iterator[Any]:
-    if isinstance(instance, str) and not search(value, instance):
+@functools.lru_cache(_NUM_KEPT)
+def _compiled(pattern: str) -> Any:
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(read_pattern(pattern).search, options)
+    except (BadPattern, re2.error):
+        return None
+
+
+def _is_found(pattern: str, text: str) -> bool | None:
+    """Whether the pattern matches somewhere in the text; None: RE2 cannot match such a pattern.
+
+    The linter reports that a pattern is not checked; the decoder may have enforced it.
+    """
+    expression = _compiled(pattern)
+    return None if expression is None else expression.search(text) is not None
+
+
+def _pattern(validator: Any, value: str, instance: Any, schema: Any) -> Iterator[Any]:
+    if isinstance(instance, str) and _is_found(value, instance) is False:
         yield jsonschema.ValidationError(f"no match of {value!r} in {instance!r}")
 
 
-def _pattern_properties(
-    search: Search, validator: Any, value: Any, instance: Any, schema: Any
-) -> Iterator[Any]:
+def _pattern_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if not isinstance(instance, dict):
         return
     for expression, part in value.items():
         for name, item in instance.items():
-            if search(expression, name):
+            if _is_found(expression, name):
                 yield from validator.descend(item, part, path=name, schema_path=expression)
 
 
-def _additional_properties(
-    search: Search, validator: Any, value: Any, instance: Any, schema: Any
-) -> Iterator[Any]:
+def _additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if not isinstance(instance, dict):
         return
     known, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
     for name, item in instance.items():
-        if name not in known and not any(search(each, name) for each in expressions):
-            yield from validator.descend(item, value, path=name)
+        if name not in known and all(_is_found(each, name) is False for each in expressions):
+            if value is False:
+                yield jsonschema.ValidationError("the schema has no such property", path=[name])
+            else:
+                yield from validator.descend(item, value, path=name)
 
 
 def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
