@@ -94,16 +94,17 @@ class TokenPieces:
     def _find_anchor(self) -> int | None:
         """Return a token to put around others: a letter, or else any with a text; None: no token.
 
-        With a letter, no character and no word of two tokens is mistaken for one.
+        A letter is no part of a character, whatever bytes stand beside it.
         """
         letters = map(self._tokenizer.token_to_id, string.ascii_letters)
         for token_id in itertools.chain(letters, range(self._tokenizer.get_vocab_size())):
             if token_id is None or token_id in self.special_ids:
                 continue
             text = self._decode(token_id)
-            if text.strip() and _GARBLED not in text:
-                if self._decode(token_id, token_id).startswith(text):
-                    return token_id
+            twice = self._decode(token_id, token_id)
+            is_plain = text.strip() != "" and _GARBLED not in text
+            if is_plain and twice.startswith(text) and twice != text:
+                return token_id
         return None
 
 

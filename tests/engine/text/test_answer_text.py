@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("hypothesis")  # GPU machines have none
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -63,6 +63,7 @@ def whole_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
     return raw.decode(errors="replace").removeprefix(" ")
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_tokens_at_all_are_the_tokenizers_text(
     vocabulary: Vocabulary, data: st.DataObject
@@ -74,12 +75,14 @@ def test_any_tokens_at_all_are_the_tokenizers_text(
     assert text.removesuffix(" ") == whole_text(vocabulary, ids).removesuffix(" ")
 
 
+@settings(deadline=None)
 @given(TEXTS)
 def test_a_text_comes_back(bytewise: Vocabulary, text: str) -> None:
     ids = bytewise.encode(text)
     assert bytewise.decode(ids) == text == bytewise.tokenizer.decode(ids)
 
 
+@settings(deadline=None)
 @given(TEXTS)
 def test_no_half_character_is_shown_and_no_whole_one_held_back(
     bytewise: Vocabulary, text: str
@@ -123,6 +126,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@settings(deadline=None)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
@@ -157,6 +161,7 @@ def test_a_piece_may_have_several_stop_strings() -> None:
     assert StopStrings(["abcd", "c"]).feed("abcd") == ("ab", "c")
 
 
+@settings(deadline=None)
 @given(CLEAN_TEXTS, st.data())
 def test_a_stop_string_ends_the_text_at_the_token_that_completes_it(
     bytewise: Vocabulary, text: str, data: st.DataObject
