@@ -51,8 +51,8 @@ from controlplane.evaluations.models import Case, Result  # noqa: E402
 from engine.dash.config import DashConfig  # noqa: E402
 from engine.dash.engine import DashEngine  # noqa: E402
 from engine.request import SamplingParams  # noqa: E402
+from engine.text.codec import TextCodec  # noqa: E402
 from tests.controlplane.evaluations.planted import decisions_of  # noqa: E402
-from worker.text.codec import TextCodec  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gate-cpu.json"
 NUM_CASES = 400

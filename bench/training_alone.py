@@ -47,7 +47,7 @@ def plain(job_path: str) -> None:
     )
 
     from contract.training import TrainJob
-    from worker.text.codec import TextCodec
+    from engine.text.codec import TextCodec
     from worker.training.batches import collate
     from worker.training.chat_data import load_data
     from worker.training.example_store import TrainingInputs

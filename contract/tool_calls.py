@@ -1,6 +1,6 @@
 """Read the calls of tools in a model's text while it is written. Standard library only.
 
-A worker's grammar makes the model keep this form (`worker/text/tools.py`): each call is between
+A worker's grammar makes the model keep this form (`worker/grammar/calls.py`): each call is between
 `CALL_BEGIN` and `CALL_END`, a JSON object of the function's name and then its arguments. An answer
 that begins otherwise has no calls. The gateway shows the calls as they are read here, and the
 worker checks them so.

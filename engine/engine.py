@@ -34,7 +34,7 @@ from engine.requests import RequestTable
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import LogitsProcessor, checked, overflow_of
 from engine.sampling.sampler import Sampled, Sampler
-from engine.sampling.stopping import is_full
+from engine.sampling.stopping import end_ids_of, is_full
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Step
@@ -96,13 +96,9 @@ class Engine:
         )
         count, rows = self._scheduler.count_uncomputed, 1 + MAX_DRAFTS * config.speculation
         self._deadlines = Deadlines(config.max_step_tokens, count, rows)
+        end_ids = end_ids_of(model, tokenizer, config.model_dir if weights is None else None)
         self._validator = RequestValidator(
-            config,
-            model,
-            pool=self._pool,
-            store=self._store,
-            pins=self._pins,
-            most_held=self._scheduler.most_held,
+            config, model, end_ids, pool, self._store, self._pins, self._scheduler.most_held
         )
         self._builder = self._make_builder(config)
         self._sampler = Sampler(vocab_size=model.vocab_size, device=config.device)

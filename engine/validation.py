@@ -17,6 +17,7 @@ from engine.request import Request
 class RequestValidator:
     """Checks requests against the model, the adapters and the arena; changes nothing.
 
+    end_ids    the tokens with which the model ends a text
     most_held  number of tokens -> the most pages that a sequence of them holds at a time
     """
 
@@ -24,13 +25,13 @@ class RequestValidator:
         self,
         config: EngineConfig,
         model: ModelConfig,
-        *,
+        end_ids: frozenset[int],
         pool: PagePool,
         store: AdapterStore,
         pins: PinnedPrefixes,
         most_held: Callable[[int], int],
     ) -> None:
-        self._config, self._model = config, model
+        self._config, self._model, self._end_ids = config, model, end_ids
         self._context_limit = config.context_limit(model)
         self._pool, self._store, self._pins = pool, store, pins
         self._most_held = most_held
@@ -63,8 +64,8 @@ class RequestValidator:
     def stop_ids(self, request: Request) -> frozenset[int]:
         """Return the tokens that end the request."""
         sampling = request.sampling
-        eos = () if sampling.ignore_eos else self._model.eos_token_ids
-        return frozenset((*eos, *sampling.stop_token_ids))
+        end_ids = () if sampling.ignore_eos else self._end_ids
+        return frozenset((*end_ids, *sampling.stop_token_ids))
 
     def _check_room(self, request: Request) -> None:
         """Raise OutOfPages unless the arena can hold a sequence of the request and its adapters."""

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from contract.pattern_search_process import is_found
-from contract.patterns import BadPattern
 from contract.row_messages import Row
 from engine.dash.answer_check import make_check
 
@@ -30,7 +28,7 @@ class SchemaCheck:
     """Checks calls, until the time for all of them is used up."""
 
     def __init__(self, *, check_cpu_s: float = _CHECK_CPU_S, all_cpu_s: float = _ALL_CPU_S) -> None:
-        self._check = make_check(_is_found)
+        self._check = make_check()
         self._check_cpu_s, self._left_s = check_cpu_s, all_cpu_s
 
     def fault(self, row: Row, call: dict[str, Any]) -> str | None:
@@ -61,13 +59,6 @@ def learned_calls(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
     for index in row.learned:
         for number, call in enumerate(row.messages[index].get("tool_calls", ())):
             yield f"messages[{index - row.num_added}].tool_calls[{number}]", call
-
-
-def _is_found(pattern: str, text: str) -> bool:
-    try:
-        return is_found(pattern, text)
-    except BadPattern:
-        return True
 
 
 @contextlib.contextmanager

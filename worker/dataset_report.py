@@ -30,9 +30,10 @@ from typing import Any
 from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.dataset_report import MAX_PLACES, ReportJob
 from contract.row_messages import Row
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from worker.call_arguments import NOT_CHECKED, SchemaCheck, learned_calls
 from worker.one_job import answer_job
-from worker.text.codec import PromptError, TextCodec
 from worker.training.row_tokens import encode_row, row_length
 
 _MAX_REASON_CHARS = 200

@@ -1,9 +1,10 @@
-"""Checks with `jsonschema` whether a finished answer obeys its schema.
+"""Checks with `jsonschema` whether a finished answer obeys its schema, in library and worker.
 
-Numbers are decimals here: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. If a name
-occurs twice in an object, the last one counts, as for any JSON parser.
+RE2 matches the patterns, in time linear in the answer's length for any pattern. Numbers are
+decimals: 0.3 is a multiple of 0.1, and 1e999999999 costs no more than 1. If a name occurs twice in
+an object, the last one counts, as for any JSON parser.
 
-This module is imported when the first answer is checked: nothing else in the engine needs
+This module is imported when the first answer is checked: nothing else in the engine needs RE2 and
 `jsonschema`, which comes with Outlines. No torch here.
 """
 
@@ -17,20 +18,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
+import re2
 from jsonschema_specifications import REGISTRY
 
 from contract import formats
+from contract.ecma_regex import BadPattern
 from contract.exact_numbers import is_integer, is_multiple, read_decimal
+from contract.patterns import read_pattern
 
 MAX_MESSAGE_CHARS = 300
 _NUM_KEPT = 256
+#: Compiled patterns that are kept. Each may have megabytes.
+_NUM_PATTERNS = 16
+_PATTERN_BYTES = 32 << 20
 
-#: (pattern, text) -> whether the pattern matches somewhere in the text; None: it is not known.
-Search = Callable[[str, str], bool | None]
 Check = Callable[[str, str], str | None]
 
 
-def make_check(search: Search) -> Check:
+def make_check() -> Check:
     """Make a function (schema, answer), both JSON text -> where and how the answer fails, or None.
 
     The function raises RecursionError if either is nested too deeply.
@@ -42,9 +47,9 @@ def make_check(search: Search) -> Check:
     kind = jsonschema.validators.extend(
         base,
         {
-            "pattern": functools.partial(_pattern, search),
-            "patternProperties": functools.partial(_pattern_properties, search),
-            "additionalProperties": functools.partial(_additional_properties, search),
+            "pattern": _pattern,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional_properties,
             "multipleOf": _multiple_of,
             "unevaluatedProperties": _unevaluated_properties,
             "$dynamicRef": _unchecked,
@@ -69,19 +74,16 @@ def make_check(search: Search) -> Check:
     return check
 
 
-@functools.cache
-def _decoders_check() -> Check:
-    """Make the check of an answer whose patterns the decoder enforced: they count as matched."""
-    return make_check(lambda pattern, text: None)
+_check = functools.cache(make_check)
 
 
 def schema_error(schema: str, text: str) -> str | None:
     """Return how a text that was generated under a schema violates it; None: it does not.
 
-    schema, text  both JSON; patterns are not checked again
+    schema, text  both JSON
     """
     try:
-        return _decoders_check()(schema, text)
+        return _check()(schema, text)
     except RecursionError:
         return "it is nested too deeply to be checked"
     except Exception as error:  # a schema that the decoder accepts and jsonschema does not
@@ -99,33 +101,53 @@ def _message(error: Any) -> str:
     return message.encode("utf-8", "replace").decode()
 
 
-def _pattern(
-    search: Search, validator: Any, value: str, instance: Any, schema: Any
-) -> Iterator[Any]:
-    if isinstance(instance, str) and search(value, instance) is False:
+@functools.lru_cache(_NUM_PATTERNS)
+def compiled(pattern: str) -> Any:
+    """Return RE2's form of a pattern; None: it can match no such pattern."""
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _PATTERN_BYTES
+    try:
+        return re2.compile(read_pattern(pattern).search, options)
+    except (BadPattern, re2.error):
+        return None
+
+
+def _is_found(pattern: str, text: str) -> bool | None:
+    """Whether the pattern matches somewhere in the text; None: RE2 cannot match such a pattern.
+
+    The linter reports that a pattern is not checked; the decoder may have enforced it.
+    """
+    expression = compiled(pattern)
+    # Half a character, which JSON can escape, is no text that RE2 takes.
+    text = text.encode("utf-8", "replace").decode()
+    return None if expression is None else expression.search(text) is not None
+
+
+def _pattern(validator: Any, value: str, instance: Any, schema: Any) -> Iterator[Any]:
+    if isinstance(instance, str) and _is_found(value, instance) is False:
         yield jsonschema.ValidationError(f"no match of {value!r} in {instance!r}")
 
 
-def _pattern_properties(
-    search: Search, validator: Any, value: Any, instance: Any, schema: Any
-) -> Iterator[Any]:
+def _pattern_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if not isinstance(instance, dict):
         return
     for expression, part in value.items():
         for name, item in instance.items():
-            if search(expression, name) is True:
+            if _is_found(expression, name):
                 yield from validator.descend(item, part, path=name, schema_path=expression)
 
 
-def _additional_properties(
-    search: Search, validator: Any, value: Any, instance: Any, schema: Any
-) -> Iterator[Any]:
+def _additional_properties(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
     if not isinstance(instance, dict):
         return
     known, expressions = schema.get("properties", {}), schema.get("patternProperties", {})
     for name, item in instance.items():
-        if name not in known and all(search(each, name) is False for each in expressions):
-            yield from validator.descend(item, value, path=name)
+        if name not in known and all(_is_found(each, name) is False for each in expressions):
+            if value is False:
+                yield jsonschema.ValidationError("the schema has no such property", path=[name])
+            else:
+                yield from validator.descend(item, value, path=name)
 
 
 def _unevaluated_properties(

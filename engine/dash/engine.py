@@ -31,6 +31,7 @@ from engine.dash.stats import DashStats, dash_stats
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError, UnsupportedModel
 from engine.request import SamplingParams, is_finite
+from engine.text.token_pieces import TokenPieces
 
 # One prompt's adapters: none, one by name, or several by name with weights.
 Adapters = str | Mapping[str, float] | None
@@ -44,8 +45,8 @@ class DashEngine:
     base       a Hugging Face model folder; a model's id on the Hub, `org/name` or
                `org/name@revision`; or a loaded AutoModelForCausalLM: its weights are used where
                they are, and it goes on working
-    tokenizer  None: that of the folder, or of the folder that the model was loaded from; without
-               a tokenizer, prompts are token ids
+    tokenizer  a fast one of Hugging Face; None: that of the folder, or of the folder that the model
+               was loaded from; without a tokenizer, prompts are token ids
     revision   of an id: a branch, a tag or a commit; None: the id's own, or else the main branch
 
     Raises UnsupportedModel, which names the reason, if the decoder does not support the model, or
@@ -68,6 +69,8 @@ class DashEngine:
             _find_folder(base, revision) if is_folder else Path(getattr(base, "name_or_path", ""))
         )
         self.tokenizer: Any = _find_tokenizer(folder) if tokenizer is None else tokenizer
+        self._pieces = None if self.tokenizer is None else _pieces_of(self.tokenizer)
+        self._reader = PromptReader(self.tokenizer)
         if is_folder:
             self._engine_config = self._config.engine_config(folder)
             make = partial(
@@ -207,22 +210,24 @@ class DashEngine:
         stop: tuple[str, ...],
         json_schema: str | None,
     ) -> Run:
-        prompts, reader = as_prompts(prompts), PromptReader(self.tokenizer)
+        prompts = as_prompts(prompts)
         adapters = _spread(active_adapters, len(prompts))
         lengths = _spread_lengths(max_new_tokens, len(prompts))
         if n < 1:
             raise ValueError(f"n is {n}; it must be 1 or more")
         if stop or json_schema is not None:
-            reader.need_tokenizer("stop strings and JSON schemas")
+            self._reader.need_tokenizer("stop strings and JSON schemas")
         base = sampling or _GREEDY
         samplings = {length: replace(base, max_tokens=length) for length in set(lengths)}
         jobs = []
         for prompt, own, length in zip(prompts, adapters, lengths, strict=True):
             token_ids: list[int] = []
+            is_chat = False
             found: dict[NamedAdapter, float] = {}
             error: EngineError | None = None
             try:
-                token_ids, found = reader.token_ids(prompt), self._find(own)
+                token_ids, is_chat = self._reader.read(prompt)
+                found = self._find(own)
             except EngineError as problem:
                 error = problem
             jobs.append(
@@ -233,10 +238,11 @@ class DashEngine:
                     n=n,
                     json_schema=json_schema,
                     adapters=found,
+                    is_chat=is_chat,
                     error=error,
                 )
             )
-        return Run(self._loop, self._names, self.tokenizer, jobs, stop)
+        return Run(self._loop, self._names, self._pieces, jobs, stop)
 
     def _find(self, adapters: Adapters) -> dict[NamedAdapter, float]:
         """Look up names with their weights; raises UnknownAdapter or RequestError."""
@@ -309,6 +315,15 @@ def _find_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _pieces_of(tokenizer: Any) -> TokenPieces:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(
+            f"the tokenizer is a {type(tokenizer).__name__}, not a fast one, which a "
+            "tokenizer.json describes"
+        )
+    return TokenPieces(tokenizer.backend_tokenizer)
 
 
 def _as_stops(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
+from tokenizers import Tokenizer
+
 from engine.errors import InvalidPrompt
+from engine.text.chat_rendering import render_chat
+from engine.text.chat_template import PromptError
+from engine.text.codec import Beginning, TextCodec
 
 # Text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -29,23 +35,26 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 class PromptReader:
-    """Turns prompts into token ids.
+    """Turns prompts into token ids. Safe to use from several threads.
 
-    tokenizer  None: there is none, and prompts are token ids already
+    tokenizer  a fast one of Hugging Face; None: there is none, and prompts are token ids already
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # guards `_codec`, which is made for the first chat
+        self._codec: TextCodec | None = None
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Return the prompt's token ids.
+    def read(self, prompt: Prompt) -> tuple[list[int], bool]:
+        """Return the prompt's token ids, and whether it is a chat.
 
         Raises ValueError if it needs a tokenizer and there is none, InvalidPrompt if it is no
         prompt or does not fit the tokenizer's chat template.
         """
         if isinstance(prompt, str):
             self.need_tokenizer("prompts of text")
-            return list(self._tokenizer(prompt)["input_ids"])
+            ids = list(self._tokenizer(prompt)["input_ids"])
+            return ids[Beginning(self._tokenizer.backend_tokenizer).num_doubled(ids) :], False
         if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
             raise InvalidPrompt(
                 f"the prompt is a {type(prompt).__name__}, not text, token ids or the messages of "
@@ -55,8 +64,8 @@ class PromptReader:
         items = list(_plain(prompt))
         if items and isinstance(items[0], Mapping):
             self.need_tokenizer("chats")
-            return self._chat_ids(items)
-        return cast(list[int], items)
+            return self._chat_ids(items), True
+        return cast(list[int], items), False
 
     def need_tokenizer(self, what: str) -> None:
         """Raise ValueError if there is no tokenizer; `what` needs it."""
@@ -68,14 +77,27 @@ class PromptReader:
 
     def _chat_ids(self, messages: list[Any]) -> list[int]:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise InvalidPrompt(
-                f"the tokenizer's chat template refuses the chat: {error}", param="prompts"
-            ) from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            codec = self._chat_codec()
+            return codec.encode_chat(render_chat(codec, messages))
+        except (PromptError, ValueError) as error:
+            raise InvalidPrompt(str(error), param="prompts") from error
+
+    def _chat_codec(self) -> TextCodec:
+        """Return the codec with the tokenizer's chat template, which its owner may have changed.
+
+        Raises ValueError if it has none.
+        """
+        if not self._tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template: give the prompt as text")
+        source = self._tokenizer.get_chat_template()
+        with self._lock:
+            if self._codec is None:
+                own = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+                names = self._tokenizer.special_tokens_map
+                texts = {name: text for name, text in names.items() if isinstance(text, str)}
+                self._codec = TextCodec.of(own, source, texts)
+            self._codec = self._codec.with_template(source)
+            return self._codec
 
 
 def _plain(items: Iterable[Any]) -> Iterable[Any]:

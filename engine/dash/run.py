@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from engine.dash.adapters import AdapterNames, NamedAdapter
 from engine.dash.loop import EngineLoop, Outputs
@@ -21,17 +21,18 @@ from engine.request import (
     SamplingParams,
     TokenLogprob,
 )
-
-# What a tokenizer's decoder writes for a character whose last bytes are not generated yet.
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+from engine.text.answer_text import AnswerText
+from engine.text.token_pieces import TokenPieces
 
 
 @dataclass(slots=True, repr=False)
 class Completion:
     """One prompt's continuation; prints as its text.
 
-    text           "" without a tokenizer
-    token_ids      without the EOS or stop token that ended it
+    text           "" without a tokenizer, and before it has ended; the continuation of a prompt of
+                   text or ids keeps the space with which it begins
+    token_ids      without the EOS or stop token that ended it; up to the one that completed a stop
+                   string
     finish_reason  None while it is being generated
     error          why it ended, if the reason is ERROR; the text generated until then stays
     schema_error   how the finished text violates the `json_schema`, for example because it was
@@ -83,6 +84,7 @@ class Piece:
 class Job:
     """One prompt to run.
 
+    is_chat   the continuation is a text of its own
     adapters  the adapters that the names meant when the call was made, each with its weight
     error     why it cannot be run; None: it can
     """
@@ -93,26 +95,83 @@ class Job:
     n: int
     json_schema: str | None
     adapters: Mapping[NamedAdapter, float]
+    is_chat: bool = False
     error: EngineError | None = None
 
 
+class _Growing:
+    """A continuation that grows.
+
+    text   its text that stands, as pieces
+    taken  how many of them a stream has yielded
+    """
+
+    __slots__ = ("answer", "completion", "taken", "text")
+
+    def __init__(self, completion: Completion, answer: AnswerText | None) -> None:
+        self.completion, self.answer = completion, answer
+        self.text: list[str] = []
+        self.taken = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self.answer is not None and self.answer.stop_string is not None
+
+    def feed(self, output: RequestOutput) -> int:
+        """Take in an output's tokens up to a stop string; return their number."""
+        completion, before = self.completion, len(self.completion.token_ids)
+        for token_id in output.token_ids:
+            completion.token_ids.append(token_id)
+            if self.answer is not None:
+                self.text.append(self.answer.feed(token_id)[1])
+            if self.is_stopped:
+                break
+        number = len(completion.token_ids) - before
+        if output.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + output.logprobs[:number]
+        if output.finish_reason is not None and self.answer is not None and not self.is_stopped:
+            self.text.append(self.answer.finish())
+        completion.error = output.error
+        completion.finish_reason = FinishReason.STOP if self.is_stopped else output.finish_reason
+        if completion.finish_reason is not None:
+            completion.text = "".join(self.text)
+        return number
+
+    def take_text(self) -> str:
+        """Return the text that stands since the last call."""
+        text = "".join(self.text[self.taken :])
+        self.taken = len(self.text)
+        return text
+
+
 class Run:
-    """The requests of one call. Leaving its context cancels those that have not ended."""
+    """The requests of one call. Leaving its context cancels those that have not ended.
+
+    pieces  of the tokenizer; None: there is none
+    """
 
     def __init__(
         self,
         loop: EngineLoop,
         names: AdapterNames,
-        tokenizer: Any,
+        pieces: TokenPieces | None,
         jobs: Sequence[Job],
         stop: Sequence[str],
     ) -> None:
-        self._loop, self._names, self._tokenizer = loop, names, tokenizer
-        self._jobs, self._stop = jobs, tuple(stop)
-        # A stop string of n bytes has at most n tokens; more, so that the first is decoded right.
-        self._tail = max((len(stop.encode()) for stop in self._stop), default=0) + 8
+        self._loop, self._names, self._jobs = loop, names, jobs
         self.completions = [
             Completion(alternatives=[Completion() for _ in range(job.n - 1)]) for job in jobs
+        ]
+        self._growing = [
+            [
+                _Growing(
+                    completion,
+                    None if pieces is None else AnswerText(pieces, stop, continues=not job.is_chat),
+                )
+                for completion in (first, *first.alternatives)
+            ]
+            for first, job in zip(self.completions, jobs, strict=True)
         ]
         self._indices = {job.request_id: i for i, job in enumerate(jobs)}
         # Lists of outputs, a RuntimeError, or the index of a job whose next adapter is ready.
@@ -170,14 +229,13 @@ class Run:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every completion's text piece by piece."""
-        streams = [TextStream(self._tokenizer, self._stop) for _ in self._jobs]
-        has_ended = [False] * len(streams)
+        has_ended = [False] * len(self._jobs)
         for indices in self.changes():
             for i in dict.fromkeys(indices):
                 completion = self.completions[i]
                 if has_ended[i]:
                     continue
-                text = streams[i].push(completion)
+                text = self._growing[i][0].take_text()
                 has_ended[i] = completion.finish_reason is not None
                 if text or has_ended[i]:
                     yield Piece(
@@ -230,40 +288,22 @@ class Run:
     def _take(self, output: RequestOutput) -> int:
         """Add an output to its completion; return the index of its prompt."""
         index = self._indices[output.request_id]
-        first = self.completions[index]
-        completion = [first, *first.alternatives][output.index]
+        growing = self._growing[index][output.index]
+        completion = growing.completion
         if output.finish_reason is not None:
             self._left[output.request_id] -= 1
             if self._left[output.request_id] == 0:
                 del self._left[output.request_id]
         if completion.finish_reason is not None:
             return index  # a stop string ended it; this token was already being computed
-        completion.token_ids += output.token_ids
-        self._num_tokens += len(output.token_ids)
+        self._num_tokens += growing.feed(output)
         if output.prompt_logprobs is not None:
-            first.prompt_logprobs = output.prompt_logprobs
-        if output.logprobs is not None:
-            completion.logprobs = (completion.logprobs or []) + output.logprobs
-        completion.finish_reason, completion.error = output.finish_reason, output.error
-        if output.token_ids and self._has_stop(completion.token_ids):
-            completion.finish_reason = FinishReason.STOP
+            self.completions[index].prompt_logprobs = output.prompt_logprobs
+        if growing.is_stopped and output.finish_reason is None:
             self._loop.cancel(output.request_id, FinishReason.STOP, output.index)
-        if completion.finish_reason is not None and self._tokenizer is not None:
-            completion.text = self._cut(completion.token_ids)
+        if completion.finish_reason is not None:
             completion.schema_error = _schema_error(self._jobs[index], completion)
         return index
-
-    def _has_stop(self, token_ids: list[int]) -> bool:
-        if not self._stop:
-            return False
-        tail = self._tokenizer.decode(token_ids[-self._tail :])
-        return any(stop in tail for stop in self._stop)
-
-    def _cut(self, token_ids: list[int]) -> str:
-        """Decode the text up to the first stop string."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        ends = [text.find(stop) for stop in self._stop]
-        return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
 def _schema_error(job: Job, completion: Completion) -> str | None:
@@ -272,51 +312,8 @@ def _schema_error(job: Job, completion: Completion) -> str | None:
         return None
     if completion.finish_reason is FinishReason.ERROR:
         return "it ended with an error"
-    from engine.dash.answer_check import schema_error  # with a library that nothing else needs
-
+    try:
+        from engine.dash.answer_check import schema_error  # with libraries that nothing else needs
+    except ImportError as error:
+        return f"it cannot be checked: {error}"
     return schema_error(job.json_schema, completion.text)
-
-
-class TextStream:
-    """A completion's text as it grows; text that was returned does not change any more."""
-
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._given = ""
-        self._held = ""  # may be the beginning of a stop string
-        # Tokens before `_read` are in the text. Those from `_start` on are decoded again each
-        # time, because a token's text can depend on the tokens before it.
-        self._start = self._read = 0
-
-    def push(self, completion: Completion) -> str:
-        """Return the text that is new since the last call."""
-        if self._tokenizer is None:
-            return ""
-        if completion.finish_reason is not None:
-            text = completion.text
-            return text[len(self._given) :] if text.startswith(self._given) else ""
-        self._held += self._decode(completion.token_ids)
-        end = len(self._held) - self._num_doubtful()
-        text, self._held = self._held[:end], self._held[end:]
-        self._given += text
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        old = self._spell(token_ids[self._start : self._read])
-        new = self._spell(token_ids[self._start :])
-        if len(new) <= len(old) or new.endswith(_UNFINISHED):
-            return ""
-        self._start, self._read = self._read, len(token_ids)
-        return new[len(old) :]
-
-    def _spell(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
-    def _num_doubtful(self) -> int:
-        """Return how many characters at the end of the held text may begin a stop string."""
-        lengths = range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1)
-        for length in lengths:
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0

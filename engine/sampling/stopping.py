@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from engine.model.config import ModelConfig
 from engine.request import FinishReason
 from engine.sampling.grammar import Matcher
 from engine.sequence import Sequence
+from engine.text.tokenizer_files import read_end_id
+
+
+def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> frozenset[int]:
+    """Return the tokens that end a text: the model's own, and that of the tokenizer.
+
+    Published folders disagree: where only the tokenizer names the end of a turn, answers would go
+    on with the user's next one.
+    """
+    end_id: int | None = None
+    if tokenizer is not None:
+        end_id = tokenizer.eos_token_id
+    elif folder is not None:
+        end_id = read_end_id(folder)
+    if end_id is None or end_id >= model.vocab_size:
+        return frozenset(model.eos_token_ids)
+    return frozenset((*model.eos_token_ids, end_id))
 
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:

@@ -121,12 +121,12 @@ def in_a_batch(folder: Path, cases: list[Any]) -> BatchScores:
 
     from engine.model.config import ModelConfig
     from engine.model.weights import load_weights
+    from engine.text.codec import TextCodec
     from engine.training.model import TrainingModel
     from engine.training.parameters import AdapterLayout
     from worker.batch_training.disk import save_peft
     from worker.batch_training.jobs import NamedJob, settings_of
     from worker.batch_training.judging import CaseJudge
-    from worker.text.codec import TextCodec
 
     base = write_tiny_base(folder / ROOMY_NAME, name=ROOMY_NAME, context=ROOMY_CONTEXT)
     hyper = Hyperparameters(rank=2)

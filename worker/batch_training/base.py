@@ -11,12 +11,12 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
+from engine.text.codec import TextCodec
 from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.trainer import BatchTrainer, TrainerConfig
 from worker.batch_training.jobs import NamedJob, settings_of
 from worker.batch_training.judging import CaseJudge
-from worker.text.codec import TextCodec
 from worker.training.loop import limit_gpu_memory, load_codec, training_dtype
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs

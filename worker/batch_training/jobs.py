@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from contract.training import Hyperparameters, TrainJob
 from engine.model.config import ModelConfig
+from engine.text.codec import TextCodec
 from engine.training.parameters import AdapterLayout
 from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
 from worker.batch_training.warm_start import read_warm_start
-from worker.text.codec import TextCodec
 from worker.training.chat_data import load_data
 from worker.training.example_store import IGNORED, ExampleStore
 from worker.training.loop import planned

@@ -33,6 +33,9 @@ from contract.judging import (
 )
 from contract.protocol import adapter_digest_of
 from contract.training import JobError, TrainJob
+from engine.text.chat_rendering import render_chat
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from engine.training.errors import TrainingError
 from engine.training.held_out import HeldOutLoss, Judged, held_out_passes
 from engine.training.model import TrainingModel
@@ -40,8 +43,6 @@ from engine.training.parameters import AdapterLayout
 from engine.training.run import LINEARS, RunRows, RunSettings
 from worker.batch_training.jobs import NamedJob, settings_of
 from worker.batch_training.warm_start import read_warm_start
-from worker.text.chat_rendering import render_chat
-from worker.text.codec import PromptError, TextCodec
 
 _NEW, _LIVE = "new", "live"
 

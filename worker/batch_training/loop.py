@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from contract.training import JobError
+from engine.text.codec import TextCodec
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunTooLarge, TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
@@ -27,7 +28,6 @@ from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
 from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
 from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
 from worker.batch_training.judging import CaseJudge, RunScores
-from worker.text.codec import TextCodec
 from worker.train import Stopped
 from worker.training.adapter_folder import base_name, write_adapter
 from worker.training.chat_data import DatasetError

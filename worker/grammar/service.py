@@ -184,10 +184,10 @@ class GrammarService:
 
 
 def _check_set_up() -> Callable[[str, str], str | None]:
-    from worker.grammar import answer_check  # imports libraries that only the helper needs
+    from engine.dash import answer_check  # imports libraries that only the helper needs
 
     sys.setrecursionlimit(CHECK_RECURSION)
-    return answer_check.set_up()
+    return answer_check.make_check()
 
 
 _NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "grammar"}

@@ -22,10 +22,10 @@ from contract.protocol import (
     Usage,
 )
 from engine.request import RequestOutput
+from engine.text.codec import TextCodec
 from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
 from worker.serving.streams import EventUpdate
-from worker.text.codec import TextCodec
 
 #: The most log-probabilities that one request may have to send at a time: some 15 MB of JSON.
 MAX_LOGPROBS = 200_000

@@ -11,9 +11,10 @@ from typing import Any
 
 from contract.protocol import FinishReason, GenerateJob, TokenEvent
 from engine.request import RequestOutput, TokenLogprob
+from engine.text.answer_text import AnswerText
+from engine.text.codec import TextCodec
 from worker.grammar.checks import is_bound
 from worker.serving.engine_commands import Prompt
-from worker.text.codec import Detokenizer, StopStrings, TextCodec
 
 
 class Choice:
@@ -40,10 +41,7 @@ class Choice:
         self._job = job
         self._codec = codec
         # An answer continues a raw prompt's text; a chat's answer is a text of its own.
-        self._detokenizer = Detokenizer(codec, continues=job.messages is None)
-        self._is_first = job.messages is not None
-        self._stops = StopStrings(job.sampling.stop)
-        self._stop_string: str | None = None
+        self._read = AnswerText(codec.pieces, job.sampling.stop, continues=job.messages is None)
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
         self._prompt_logprobs: list[dict[str, Any]] = []
@@ -70,7 +68,7 @@ class Choice:
         return (
             self.finish_reason == FinishReason.STOP
             and not self.is_checked
-            and self._stop_string is None  # the client's stop string may cut the JSON anywhere
+            and self._read.stop_string is None  # the client's stop string may cut the JSON anywhere
             and is_bound(self._job, self.answer)
         )
 
@@ -118,7 +116,7 @@ class Choice:
             if own is None:
                 entry |= {"logprob": None, "top_logprobs": None}
             entries.append(entry | {"rank": rank})
-            is_first = is_first and self._codec.is_special(token_id)
+            is_first = is_first and self._codec.pieces.is_silent(token_id)
         return entries
 
     def show_prompt_ids(self, token_ids: list[int]) -> None:
@@ -130,38 +128,37 @@ class Choice:
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
             return
-        self.generated = max(self.generated, output.num_generated)
         self.accepted_drafts = output.accepted_drafts
         self.rejected_drafts = output.num_rejected_drafts
+        num_read = self._take(output)
         if self._job.with_token_ids:
-            self._token_ids += output.token_ids
-        text, self._stop_string = self._stops.feed(self._read(output))
-        self._add(text)
+            self._token_ids += output.token_ids[:num_read]
+        if self._read.stop_string is not None:
+            self.generated += num_read
+            self.finish_reason = FinishReason.STOP
+            return
+        self.generated = max(self.generated, output.num_generated)
         if output.end_logprob is not None and self._job.echo:
             # A client that scores an echo expects one entry for each generated token.
-            self._logprobs.append(self._logprob(output.end_logprob))
-        if self._stop_string is not None:
-            self.finish_reason = FinishReason.STOP
-        elif output.finish_reason is not None:
-            self._finish(output.finish_reason)
+            self._logprobs.append(self._logprob(output.end_logprob, self._read.is_first))
+        if output.finish_reason is not None:
+            self._add(self._read.finish())
+            is_stopped = self._read.stop_string is not None
+            self.finish_reason = FinishReason.STOP if is_stopped else output.finish_reason
 
-    def _read(self, output: RequestOutput) -> str:
-        """Return the text of an output's tokens; keep what is to be sent of each token."""
-        if not output.logprobs or self._job.sampling.logprobs is None:
-            return self._detokenizer.feed(output.token_ids)
-        if not self._job.token_details:
-            self._logprobs += [self._logprob(entry) for entry in output.logprobs]
-            return self._detokenizer.feed(output.token_ids)
-        pieces = [self._detokenizer.feed([token_id]) for token_id in output.token_ids]
-        for piece, entry in zip(pieces, output.logprobs, strict=True):
-            self._logprobs.append(self._logprob(entry) | {"text": piece})
-        return "".join(pieces)
-
-    def _finish(self, reason: str) -> None:
-        text, self._stop_string = self._stops.feed(self._detokenizer.finish())
-        is_stopped = self._stop_string is not None
-        self._add(text if is_stopped else text + self._stops.finish())
-        self.finish_reason = FinishReason.STOP if is_stopped else reason
+    def _take(self, output: RequestOutput) -> int:
+        """Take in an output's tokens up to a stop string; return their number."""
+        entries = output.logprobs if self._job.sampling.logprobs is not None else None
+        for number, token_id in enumerate(output.token_ids):
+            is_first = self._read.is_first
+            piece, shown = self._read.feed(token_id)
+            self._add(shown)
+            if entries:
+                entry = self._logprob(entries[number], is_first)
+                self._logprobs.append(entry | {"text": piece} if self._job.token_details else entry)
+            if self._read.stop_string is not None:
+                return number + 1
+        return len(output.token_ids)
 
     def _add(self, text: str) -> None:
         self._text += text
@@ -179,7 +176,7 @@ class Choice:
             token_ids=tuple(self._token_ids) if self._job.with_token_ids else None,
             prompt_token_ids=self._prompt_token_ids,
             finish_reason=self._reason_to_send,
-            stop_string=self._stop_string,
+            stop_string=self._read.stop_string,
             schema_error=self.schema_error,
         )
 
@@ -191,18 +188,15 @@ class Choice:
         self._prompt_token_ids = None
         self._is_end_told = self._reason_to_send is not None
 
-    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+    def _logprob(self, entry: TokenLogprob, is_first: bool) -> dict[str, Any]:
         token_id, logprob, top, _ = entry
-        shown = self._token(token_id, logprob)
-        shown["top_logprobs"] = [self._token(*alternative) for alternative in top]
-        self._is_first = self._is_first and self._codec.is_special(token_id)
+        shown = self._token(token_id, logprob, is_first=is_first)
+        shown["top_logprobs"] = [
+            self._token(*alternative, is_first=is_first) for alternative in top
+        ]
         return shown
 
-    def _token(
-        self, token_id: int, logprob: float, *, is_first: bool | None = None
-    ) -> dict[str, Any]:
-        if is_first is None:
-            is_first = self._is_first
+    def _token(self, token_id: int, logprob: float, *, is_first: bool) -> dict[str, Any]:
         piece = self._codec.pieces.of(token_id, is_first=is_first)
         shown: dict[str, Any] = {
             "token": piece.text,

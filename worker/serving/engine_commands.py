@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from contract.protocol import ErrorCode, GenerateJob, Sampling
 from engine.request import AdapterPart, Priority, Request, SamplingParams
+from engine.text.chat_rendering import render_chat
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from worker.errors import Refused
-from worker.text.chat_rendering import render_chat
-from worker.text.codec import PromptError, TextCodec
-from worker.text.tools import calls_grammar
+from worker.grammar.calls import calls_grammar
 
 #: The most log-probabilities of prompts in one request: they come all at once, and the worker does
 #: nothing else while it writes them.

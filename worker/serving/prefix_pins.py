@@ -17,13 +17,13 @@ from datetime import date
 
 from contract.protocol import AdapterRef, ControlMessage
 from engine.request import AdapterPart, KeptPrefix
+from engine.text.codec import TextCodec
 from worker.engine_process.channel import Command, KeepPrefixes
 from worker.errors import Refused
 from worker.serving.adapter_cache import DIGEST, NUM_DOWNLOADS, AdapterFetchError
 from worker.serving.adapters import Adapters
 from worker.serving.engine_commands import prefix_token_ids
 from worker.serving.tasks import Tasks
-from worker.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from contract.protocol import (
 )
 from contract.queue.reply_streams import is_batch_stream
 from engine.request import RequestOutput
+from engine.text.codec import TextCodec
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Cancel, Command
 from worker.errors import Refused
@@ -43,7 +44,6 @@ from worker.serving.spool import Spool
 from worker.serving.streams import Dispatch, Streams
 from worker.serving.tasks import Tasks
 from worker.serving.tokenizing import answer_of
-from worker.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from contract.protocol import ErrorCode, GenerateJob, Task
+from engine.text.codec import TextCodec
 from worker.errors import Refused
 from worker.serving.engine_commands import chat_token_ids
-from worker.text.codec import TextCodec
 
 #: The most tokens of one answer; as many as the longest usual context.
 MAX_TOKENS = 131_072

@@ -14,7 +14,8 @@ from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.data_split import first_prompt_digest, is_validation
 from contract.row_messages import Row
 from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
-from worker.text.codec import PromptError, TextCodec
+from engine.text.chat_template import PromptError
+from engine.text.codec import TextCodec
 from worker.training.example_store import ExampleStore
 from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
 

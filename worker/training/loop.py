@@ -28,7 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from contract.draft_heads import is_head_tensor
 from contract.training import Hyperparameters, JobError, TrainJob
-from worker.text.codec import TextCodec
+from engine.text.codec import TextCodec
 from worker.training.batches import collate, collate_packed
 from worker.training.chat_data import Examples
 from worker.training.checkpoints import Checkpoints, TrainingStopped

@@ -2,7 +2,7 @@
 
 A model learns what it would have to write in serving: after exactly the tokens that serving would
 give it, the tokens of a learned message up to the one that ends its turn. Both are rendered by
-serving's own code (`worker.text`). A template may render a message differently when others follow:
+serving's own code (`engine.text`). A template may render a message differently when others follow:
 Mistral's moves the system's message into the last user's, Qwen3's leaves out earlier thoughts. Then
 one rendering of the whole chat cannot be right for all its messages, and the row becomes several
 examples, each as far as it is what serving would see.
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from contract.row_messages import Row
-from worker.text.chat_rendering import render_chat
-from worker.text.codec import TextCodec
+from engine.text.chat_rendering import render_chat
+from engine.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True)

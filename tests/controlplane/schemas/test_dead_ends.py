@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.schemas import BadSchema, Status, plan
-from worker.grammar.answer_check import set_up
+from engine.dash.answer_check import make_check
 
-CHECK = set_up()
+CHECK = make_check()
 BYTES = llguidance.LLTokenizer("byte")
 INT: dict[str, Any] = {"type": "integer"}
 LIKELY = frozenset(b'",:{}0123456789absx_kq\\u')

@@ -15,11 +15,11 @@ from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import reports, services, tasks
 from controlplane.training.models import Dataset, TrainingRun, dataset_key
+from engine.text.codec import TextCodec
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.training.conftest import ROWS
 from tests.tiny_base import TINY_NAME
-from worker.text.codec import TextCodec
 from worker.training.chat_data import read_rows
 from worker.training.row_tokens import encode_row
 

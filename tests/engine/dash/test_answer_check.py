@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 pytest.importorskip("jsonschema")  # GPU machines have none
+pytest.importorskip("re2")
 
 from engine import BadGrammar, DashConfig, DashEngine, FinishReason
 from engine.dash.answer_check import schema_error
 
+NAMED = {
+    "properties": {"name": {"type": "string"}},
+    "patternProperties": {"^x-": {"type": "integer"}},
+}
 ONES = {"patternProperties": {"^a$": {"const": 1}}, "additionalProperties": False}
 
 
@@ -76,11 +81,19 @@ def test_what_was_cut_short_obeys_nothing(dash: DashEngine) -> None:
             "at /a",
         ),
         ({"additionalProperties": {"type": "null"}}, '{"b": null, "\\u0062": null}', None),
-        ({"pattern": "^(?!x)"}, '"x"', None),  # the decoder has held it to its patterns
+        ({"pattern": "^(?!x)"}, '"x"', None),  # RE2 cannot tell
+        ({"pattern": "^a+$"}, '"ab"', "no match"),
+        ({**NAMED, "additionalProperties": False}, '{"name": "Ada"}', None),
+        ({**NAMED, "additionalProperties": False}, '{"name": "Ada", "x-n": "1"}', "at /x-n"),
+        ({**NAMED, "additionalProperties": False}, '{"name": "Ada", "y": 1}', "at /y"),
+        ({"patternProperties": {"^(?!x)": {"type": "integer"}}}, '{"x": "1"}', None),
+        ({"propertyNames": {"pattern": "^[a-c]+$"}}, '{"abc": 1}', None),
+        ({"propertyNames": {"pattern": "^[a-c]+$"}}, '{"abd": 1}', "no match"),
+        ({**NAMED, "unevaluatedProperties": False}, '{"name": "Ada", "x-n": 1}', None),
+        ({**NAMED, "unevaluatedProperties": False}, '{"name": "Ada", "y": 1}', "y"),
         ({"multipleOf": 0.1}, "0.3", None),
         ({"$ref": "http://127.0.0.1:9/schema"}, "1", "cannot be checked"),
     ],
-    ids=["escaped name", "escaped twice", "pattern", "decimals", "elsewhere"],
 )
 def test_what_is_found(schema: dict[str, Any], text: str, problem: str | None) -> None:
     found = schema_error(json.dumps(schema), text)

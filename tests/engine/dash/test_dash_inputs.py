@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from engine import (
     AdapterUnavailable,
@@ -80,6 +80,11 @@ def test_a_chat_that_its_template_refuses_leaves_the_others_alone(tiny_model: Pa
         good, wrong = engine.generate(chats, max_new_tokens=2)
     assert good.error is None
     assert isinstance(wrong.error, InvalidPrompt) and "no system messages" in str(wrong.error)
+
+
+def test_a_tokenizer_that_is_no_fast_one_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match="the tokenizer is a ByT5Tokenizer, not a fast one"):
+        DashEngine(tiny_model, DashConfig(**SIZES), tokenizer=ByT5Tokenizer())
 
 
 @pytest.mark.parametrize("bad", [5, ["a", "b"], 0.5], ids=repr)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from contract.patterns import not_beginning_with
 from contract.protocol import CALL_BEGIN, GenerateJob, TokenEvent
 from contract.tool_calls import BLANKS, CallReader, read_calls
+from engine.dash.answer_check import make_check
+from engine.text.codec import TextCodec
 from tests.contract.test_tool_calls import ARGUMENTS, call
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from tests.worker.serving.test_active import feed, make_request, news_of
-from worker.grammar.answer_check import set_up
 from worker.grammar.checks import checks_of
 from worker.serving.active_request import ActiveRequest
 from worker.serving.requests import Requests
-from worker.text.codec import TextCodec
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 LARGE = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5}}}
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
 
 def found(job: GenerateJob, answer: str) -> list[str | None]:
     """What jsonschema makes of each stretch."""
-    check = set_up()
+    check = make_check()
     problems = [(each, check(each.schema, each.text)) for each in checks_of(job, answer)]
     return [None if problem is None else each.told(problem) for each, problem in problems]
 
@@ -74,7 +74,7 @@ def end(request: ActiveRequest, codec: TextCodec, said: str, reason: str = "stop
 
 
 async def look(request: ActiveRequest) -> None:
-    check = set_up()
+    check = make_check()
 
     class GrammarService:
         async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
@@ -145,7 +145,7 @@ def test_what_is_no_finished_call_is_not_looked_at(
 
 def test_half_a_surrogate_pair_in_an_answer_can_be_told_of() -> None:
     numbers = json.dumps({"type": "object", "additionalProperties": {"type": "number"}})
-    problem = set_up()(numbers, r'{"\ud800": "x"}')
+    problem = make_check()(numbers, r'{"\ud800": "x"}')
     assert problem == "at /?: 'x' is not of type 'number'"
     assert TokenEvent(request_id="r", lease=1, seq=0, schema_error=problem).encode()
 

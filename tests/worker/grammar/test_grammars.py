@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from contract.protocol import ErrorCode
+from engine.dash.answer_check import make_check
 from engine.grammar_text import Grammar, GrammarKind
 from engine.request import Request, SamplingParams
 from tests.tiny_base import write_tiny_base
 from worker.errors import Refused
 from worker.grammar import sandbox_process as sandbox_module
 from worker.grammar import service as grammars_module
-from worker.grammar.answer_check import set_up
 from worker.grammar.sandbox_process import Done, SandboxLost, SandboxProcess
 from worker.grammar.service import GrammarService
 
@@ -203,7 +203,7 @@ def test_finished_answers_are_checked(
     schema: dict[str, Any], answer: str, problem: str | None
 ) -> None:
     started = time.process_time()
-    found = set_up()(json.dumps(schema), answer)
+    found = make_check()(json.dumps(schema), answer)
     assert time.process_time() - started < grammars_module.CHECK_CPU_S
     assert found is None if problem is None else problem in (found or "")
 

@@ -11,6 +11,7 @@ import pytest
 from contract.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
+from engine.text.codec import TextCodec
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from worker.serving import active_request
@@ -18,7 +19,6 @@ from worker.serving.active_request import ActiveRequest
 from worker.serving.engine_commands import Prompt
 from worker.serving.requests import Requests
 from worker.serving.streams import EventUpdate
-from worker.text.codec import TextCodec
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from contract.protocol import ErrorCode, GenerateJob
+from engine.text.codec import TextCodec
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base
 from worker.errors import Refused
 from worker.serving.engine_commands import MAX_SHOWN_IDS, read_prompts
-from worker.text.codec import TextCodec
 
 CONTEXT = 512
 TEMPLATE = (

@@ -13,6 +13,7 @@ import pytest
 
 from contract.protocol import AdapterRef, Control, ControlMessage
 from engine.stats import EngineStats
+from engine.text.codec import TextCodec
 from tests.fakes import fake_config, write_fake_base
 from tests.messages import make_job
 from tests.tiny_base import CHAT_TEMPLATE
@@ -22,7 +23,6 @@ from worker.serving.adapters import Adapters
 from worker.serving.engine_commands import chat_token_ids, prefix_token_ids
 from worker.serving.prefix_pins import MAX_PREFIXES, RETRY_S, PrefixPins
 from worker.serving.tasks import Tasks
-from worker.text.codec import TextCodec
 
 #: As Mistral's: the system's words are in the user's turn.
 INSIDE = (

@@ -18,11 +18,11 @@ from contract.draft_heads import head_names, is_head_tensor
 from contract.training import Hyperparameters, TrainJob
 from contract.upload_check import check_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
+from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.training.test_checkpoints import Log
 from tests.worker.training.test_train import write_job, write_rows
 from worker.batch_training.jobs import NamedJob, prepare
-from worker.text.codec import TextCodec
 from worker.train import Stopped, StopSignals, train
 from worker.train_many import _not_in_the_batch
 from worker.training.chat_data import load_examples

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 
 from contract.chat_rows import lint
 from contract.row_messages import Row, WrongRow, read_row
+from engine.text.chat_rendering import plain_messages
+from engine.text.codec import TextCodec
 from tests.chat_templates import TEMPLATES, write_tokenizer
 from tests.messages import make_job
 from worker.serving.engine_commands import chat_token_ids
-from worker.text.chat_rendering import plain_messages
-from worker.text.codec import TextCodec
 from worker.training.row_tokens import RowTokens, cut, encode_row
 
 CALL = {"id": "call_12345", "type": "function"}

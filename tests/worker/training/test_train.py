@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from contract.training import Hyperparameters, JobError, TrainJob
+from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import Trainer, start_trainer
-from worker.text.codec import TextCodec
 from worker.train import EventLog, train
 from worker.training.batches import collate
 from worker.training.chat_data import DatasetError, load_examples, read_rows

@@ -10,9 +10,9 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
+from engine.text.codec import TextCodec
 from tests.tiny_base import write_tiny_base
 from tests.worker.training.test_train import run_here, write_job, write_rows
-from worker.text.codec import TextCodec
 
 FAMILIES = {
     "mistral": {"sliding_window": 6},

@@ -14,9 +14,9 @@ from contract.chat_rows import numbered_rows
 from contract.data_split import is_validation
 from contract.row_messages import Row
 from contract.training import Hyperparameters, JobError, TrainJob
+from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.training.test_train import hf_losses, run, write_job, write_rows
-from worker.text.codec import TextCodec
 from worker.training.chat_data import DatasetError, load_data
 from worker.training.loop import AnswerTrainer, load_base, run_trainer
 

@@ -7,70 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")  # GPU machines have none
+
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from contract.protocol import TokenEvent
 from engine.request import FinishReason, RequestOutput, TokenLogprob
+from engine.text.codec import TextCodec
+from tests.engine.text.vocabularies import BYTES, TOKENIZERS, byte_fallback
 from tests.worker.serving.test_active import make_request
-from worker.text.codec import TextCodec
-
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog",
-    "Grüße aus Köln, a  double space, a third",
-    'def f(a):\n    return {"key": a, "other": [1, 2, 3]}',
-] * 3
-SPECIAL = ["<unk>", "<s>", "</s>"]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def unigram(prepend_scheme: str) -> Tokenizer:
-    """As XLM-R's or T5's."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def byte_fallback() -> Tokenizer:
-    """As Llama 2's and Mistral's."""
-    letters = sorted({character for text in CORPUS for character in text.replace(" ", "▁")})
-    words = ["th", "the", "▁t", "▁th", "▁the", "▁▁"]
-    names = [*SPECIAL, *BYTES, *letters, *words]
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "th"), ("▁", "t"), ("▁", "▁")]
-    vocab = {name: number for number, name in enumerate(names)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
-
-
-TOKENIZERS = {
-    "always": lambda: unigram("always"),
-    "first": lambda: unigram("first"),
-    "never": lambda: unigram("never"),
-    "byte fallback": byte_fallback,
-}
-
-
-@pytest.fixture(scope="module", params=TOKENIZERS)
+@pytest.fixture(scope="module", params=["always", "first", "never", "byte fallback"])
 def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     folder = tmp_path_factory.mktemp("metaspace")
     TOKENIZERS[request.param]().save(str(folder / "tokenizer.json"))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.protocol import CALL_BEGIN, CALL_END
-from worker.text.codec import Chat, TextCodec
+from engine.text.chat_template import Chat
+from engine.text.codec import TextCodec
 
 _INTRODUCTION = (
     "You can call functions. Each is described by a line of JSON:\n<tools>\n{tools}\n</tools>\n\n"
@@ -44,7 +45,7 @@ def plain_messages(
     plain = [_plain(message) for message in messages]
     if tools:
         text = _INTRODUCTION.format(tools="\n".join(_line(tool["function"]) for tool in tools))
-        if plain and plain[0]["role"] == "system":
+        if plain and plain[0].get("role") == "system":
             plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         else:
             plain.insert(0, {"role": "system", "content": text})
@@ -52,14 +53,17 @@ def plain_messages(
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    if message["role"] == "tool":
+    content = message.get("content")
+    if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"{CALL_BEGIN}{_line(call['function'])}{CALL_END}" for call in message.get("tool_calls", ())
+        f"{CALL_BEGIN}{_line(call['function'])}{CALL_END}"
+        for call in message.get("tool_calls") or ()
     ]
-    text = "\n".join([content, *calls] if content else calls) if calls else content
-    return {"role": message["role"], "content": text}
+    if not calls:
+        return message
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join([content, *calls] if content else calls)}
 
 
 def _line(value: Any) -> str:

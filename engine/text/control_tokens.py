@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -28,24 +29,32 @@ class ControlTokens:
         # secret: it is removed after the template's control tokens were replaced.
         self._guard = f"g{secrets.token_hex(8)}"
         settings = json.loads(tokenizer.to_str())
-        self._id_of: dict[str, int] = {}
+        added: dict[str, int] = {}
         self._alias_of: dict[str, str] = {}
         self._has_variants = False
+        words = set()  # those that are read only if they are no part of a word
         for number, token in enumerate(settings["added_tokens"]):
             if token["special"] and token["content"]:
                 # A token that is matched after normalization has spellings that cannot be listed.
                 self._has_variants |= token["normalized"]
-                alias = f"{secret}{number:06x}"
+                # In brackets, so that it is no part of a word beside it.
+                alias = f"<{secret}{number:06x}>"
                 self._alias_of[token["content"]] = alias
+                if token["single_word"]:
+                    words.add(token["content"])
                 token["content"] = alias
-            self._id_of[token["content"]] = token["id"]
-        self._sealed_tokenizer = Tokenizer.from_str(json.dumps(settings))
+            added[token["content"]] = token["id"]
+        self._sealed_tokenizer = sealed = Tokenizer.from_str(json.dumps(settings))
+        # Aliases are not in the model's vocabulary, so their ids and all later ones are different.
+        self._id_of = {sealed.token_to_id(name): token_id for name, token_id in added.items()}
         # The unknown token is allowed: text without another reading becomes it, with no effect.
-        self._forbidden = self._alias_of.keys() - {settings["model"].get("unk_token")}
+        forbidden = self._alias_of.keys() - {settings["model"].get("unk_token")}
+        self._forbidden = {sealed.token_to_id(name): name for name in forbidden}
         # Longest first, as the tokenizer matches them.
         names = sorted(self._alias_of, key=len, reverse=True)
         either = "|".join(map(re.escape, names)) or "(?!)"
-        self._whole = re.compile(either)
+        patterns = [_whole_word(name) if name in words else re.escape(name) for name in names]
+        self._whole = re.compile("|".join(patterns) or "(?!)")
         self._first_character = re.compile(f"(?=(?:{either})).", re.DOTALL)  # overlapping ones too
         self._beginnings = {name[:size] for name in names for size in range(1, len(name))}
         self._longest = max(map(len, names), default=1)
@@ -55,16 +64,15 @@ class ControlTokens:
         """Copy the messages, with strings in which no special token is complete or begins."""
         if isinstance(value, str):
             return self._guard_text(value)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             # Templates look keys up by name, and a name is no special token. Other keys are the
             # client's text.
-            return {
-                key if key.isidentifier() else self._guard_text(key): self.guard(item)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
+            return {self._guard_key(str(key)): self.guard(item) for key, item in value.items()}
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, Iterable) and not isinstance(value, bytes):
             return [self.guard(item) for item in value]
-        return value
+        return self._guard_text(str(value))  # as a template would show it
 
     def seal(self, rendered: str) -> tuple[str, str | None]:
         """Return the prompt's text and its form for `encode`; None: the tokenizer will do."""
@@ -83,12 +91,14 @@ class ControlTokens:
         Raises ValueError if the vocabulary has no other reading of a special token's text, as in
         some Unigram models.
         """
-        encoding = self._sealed_tokenizer.encode(sealed, add_special_tokens=False)
-        tokens = encoding.tokens
-        for name in self._forbidden.intersection(tokens):
+        ids = self._sealed_tokenizer.encode(sealed, add_special_tokens=False).ids
+        for token_id in self._forbidden.keys() & ids:
+            name = self._forbidden[token_id]
             raise ValueError(f"the base model cannot read {name!r} as text: leave it out")
-        # Aliases are not in the model's vocabulary, so their ids and all later ones are different.
-        return [self._id_of.get(*pair) for pair in zip(tokens, encoding.ids, strict=True)]
+        return [self._id_of.get(token_id, token_id) for token_id in ids]
+
+    def _guard_key(self, key: str) -> str:
+        return key if key.isidentifier() else self._guard_text(key)
 
     def _guard_text(self, text: str) -> str:
         starts = {match.start() for match in self._first_character.finditer(text)}
@@ -101,6 +111,10 @@ class ControlTokens:
             pieces += [text[end:at], f"{self._guard}{ord(text[at]):06x}"]
             end = at + 1
         return "".join([*pieces, text[end:]])
+
+
+def _whole_word(name: str) -> str:
+    return rf"(?<!\w){re.escape(name)}(?!\w)"
 
 
 def _unguarded(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Makes the grammar of a model's calls of tools.
 
 It enforces the same form of a call for all models: `CALL_BEGIN`, a JSON object with name and
-arguments, which obey the function's schema, and `CALL_END`. `worker.text.chat_rendering` describes
+arguments, which obey the function's schema, and `CALL_END`. `engine.text.chat_rendering` describes
 the tools to the model.
 """
 

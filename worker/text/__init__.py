@@ -1,1 +1,0 @@
-"""Text and token ids: templates, tokenizer, stop strings, tool calls."""
