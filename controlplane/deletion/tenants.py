@@ -50,7 +50,7 @@ def tenant_delete(*, tenant: Tenant, confirm: str, grace_days: int | None = None
 
 @transaction.atomic
 def tenant_restore(*, tenant: Tenant) -> Tenant:
-    """Undo a deletion within its grace period. Raises Conflict when there is none, or it is over."""
+    """Undo a deletion within its grace period. Raises Conflict for none, or when that is over."""
     tenant = Tenant.objects.select_for_update().get(pk=tenant.pk)
     deletion = (
         TenantDeletion.objects.select_for_update()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.exceptions import SchemaError
 
+from contract.patterns import BadPattern, read_pattern
 from controlplane.schemas.endless import requires_itself
 from controlplane.schemas.findings import BadSchema
 from controlplane.schemas.pointers import References, join
@@ -20,6 +21,8 @@ MAX_PROPERTIES = 500
 #: Of all kinds together: each takes a tenth of a millisecond of the schema's own check.
 MAX_SCHEMAS = 2000
 MAX_ENUM_VALUES = 1000
+#: jsonschema's own compiles patterns, which Python keeps for all tenants.
+_FORMATS = FormatChecker(())
 
 
 def check_size(schema: dict[str, Any]) -> None:
@@ -33,13 +36,22 @@ def check(schema: dict[str, Any]) -> None:
     """Raise BadSchema, with the problem and its place, unless the schema can be used."""
     _check_parts(schema)
     try:
-        Draft202012Validator.check_schema(schema)
+        Draft202012Validator.check_schema(schema, format_checker=_FORMATS)
     except SchemaError as error:
         raise BadSchema(
             f"is no valid JSON Schema: {error.message[:300]}", join("", *error.absolute_path)
         ) from error
     if requires_itself(schema):
         raise BadSchema("requires itself without end, so no answer can ever satisfy it")
+
+
+@_FORMATS.checks("regex")
+def _is_pattern(value: object) -> bool:
+    try:
+        read_pattern(str(value))
+    except BadPattern as error:
+        return not error.is_invalid
+    return True
 
 
 def _check_json_depth(schema: dict[str, Any]) -> None:

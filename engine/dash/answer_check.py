@@ -19,7 +19,6 @@ import jsonschema
 from jsonschema_specifications import REGISTRY
 
 MAX_MESSAGE_CHARS = 300
-_NUM_KEPT = 256
 #: Larger than any exponent that a schema can compare with, and small enough for a Decimal.
 _HUGE_EXPONENT = 10**17
 
@@ -45,7 +44,6 @@ def make_check(search: Search) -> Check:
         },
     )
 
-    @functools.lru_cache(_NUM_KEPT)
     def validator(schema: str) -> Any:
         parsed = json.loads(schema, parse_float=Decimal)
         # A registry of its own: jsonschema's would fetch the URL of a reference from the network.

@@ -6,6 +6,8 @@ RE2 matches the patterns, in time linear in the answer's length for any pattern.
 from __future__ import annotations
 
 import functools
+import re
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,21 @@ _NUM_KEPT = 256
 
 
 def set_up() -> Callable[[str, str], str | None]:
-    """Make a function (schema, answer), both JSON -> what is wrong with the answer, or None."""
-    return make_check(_is_found)
+    """Make a function (schema, answer), both JSON -> what is wrong with the answer, or None.
+
+    It keeps nothing of an answer for the next one, which may be another tenant's: else the time of
+    that would tell of this one.
+    """
+    check = make_check(_is_found)
+
+    def check_alone(schema: str, answer: str) -> str | None:
+        _compiled.cache_clear()
+        re2.purge()
+        re.purge()  # of the format regex, which jsonschema compiles
+        urllib.parse.clear_cache()  # of references
+        return check(schema, answer)
+
+    return check_alone
 
 
 @functools.lru_cache(_NUM_KEPT)
