@@ -33,6 +33,8 @@ class DatasetContent(TenantModel):
     #: two in their turn, and of those that were added, which have an object. Else both empty.
     previous = models.CharField(max_length=64, blank=True, default="", db_default="")
     added = models.CharField(max_length=64, blank=True, default="", db_default="")
+    #: Whether it has words of captured requests: reading them needs `requests:content`.
+    has_requests = models.BooleanField(default=False, db_default=False)
 
     class Meta:
         constraints = [

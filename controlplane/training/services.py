@@ -70,9 +70,10 @@ def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Datas
     return versions.version_add(name=name, rows=rows, kind=kind, appends=appends)
 
 
-def rows_store(content: bytes) -> contents.Rows:
+def rows_store(content: bytes, *, has_requests: bool = False) -> contents.Rows:
     """Check chat JSONL, and store it where versions of datasets read theirs.
 
+    has_requests  they are captured requests
     Raises what `dataset_upload` raises.
     """
     if len(content) > MAX_DIRECT_BYTES:
@@ -86,7 +87,7 @@ def rows_store(content: bytes) -> contents.Rows:
     if found.problems:
         raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
     sha256 = hashlib.sha256(content).hexdigest()
-    contents.content_begin(tenant_id, sha256, len(content))
+    contents.content_begin(tenant_id, sha256, len(content), has_requests=has_requests)
     try:
         storage.put_bytes(dataset_key(tenant_id, sha256), content)
     except storage.STORAGE_ERRORS as error:

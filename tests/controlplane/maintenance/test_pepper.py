@@ -130,7 +130,10 @@ def test_second_factors_and_stored_words_move_at_once(settings: Any, acme: Party
             "old_sealed_secret": signing.seal("whsec_1"),
         }
         WebhookEndpoint.objects.create(url="https://example.com/", **hook)
-        made = judge.judge_set(name="strict", url="https://8.8.8.8/v1", model="m", api_key="sk-1")
+        by = Principal(tenant=acme.tenant, role=Role.OWNER, user=acme.owner)
+        made = judge.judge_set(
+            name="strict", url="https://8.8.8.8/v1", model="m", by=by, api_key="sk-1"
+        )
     sealed = sealing.seal({"text": "words"}, bytes(policy.wrapped_key))
     factor = TOTP(Authenticator.objects.get(user=operator))
     secret = factor.instance.data["secret"]
