@@ -20,7 +20,8 @@ from controlplane.requestlog import sealing
 from controlplane.requestlog.models import LogPolicy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, keys, pepper_change
-from controlplane.tenants.models import ApiKey
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import ApiKey, Role
 from controlplane.webhooks import signing
 from controlplane.webhooks.models import WebhookEndpoint
 from tests.controlplane.conftest import Party, as_key, make_operator
