@@ -291,10 +291,7 @@ class TrainingRun(PublicIdModel):
 
 
 class TrainingEvent(PublicIdModel):
-    """Something that happened to a run, or the metrics of a step: see `training.events`.
-
-    Their number is bounded, and they are deleted with the run.
-    """
+    """Something that happened to a run, or a step's metrics: see `training.events`."""
 
     PREFIX = "ftevent-"
 
