@@ -98,6 +98,11 @@ class Process:
     def exit_code(self) -> int | None:
         return self._popen.poll()
 
+    def cpu_s(self) -> float:
+        """Seconds of the processor that its threads have had."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         """kill -9, and wait."""
         self._popen.kill()

@@ -71,7 +71,7 @@ async def _wait_for(
     line: Line, endpoint: str, principal: Principal, batch_stream: BatchReplyStream
 ) -> _Waiting:
     """Wait for a line's answer. Raises ApiError when it cannot be found out."""
-    request = lines.parse_request(line, endpoint)
+    request = lines.parse_request(line, endpoint, principal.tenant.id)
     request_id = batch_stream.request_id(line.number)
     generation = await submit_line(
         principal,

@@ -151,7 +151,7 @@ class Feeder:
         generation: Generation | None = None
         async with self._concurrency.place(self._batch_id, is_taken=is_under_way):
             try:
-                request = lines.parse_request(line, self._endpoint)
+                request = lines.parse_request(line, self._endpoint, self._principal().tenant.id)
                 generation = await self._submit(request, request_id)
                 return answered(line, request_id, await request.answer(generation))
             except (_Refused, Fenced):

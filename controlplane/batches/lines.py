@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from typing import Any
 
 from controlplane.errors import ApiError, InvalidRequest
@@ -14,7 +15,7 @@ from controlplane.inference.responses.translation import chat_body, in_our_words
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation
 from controlplane.tenancy.public_ids import public_id
-from controlplane.tenancy.scoping import new_id
+from controlplane.tenancy.scoping import new_id, tenant_scope
 
 MAX_LINES = 50_000
 #: Empty lines included.
@@ -125,8 +126,13 @@ class Request:
         return answer.whole([event async for event in generation.events()])
 
 
-def parse_request(line: Line, endpoint: str) -> Request:
-    """Check the line's body as the live API does. Raises InvalidRequest."""
+def parse_request(line: Line, endpoint: str, tenant_id: uuid.UUID) -> Request:
+    """Check the body of a tenant's line as the live API does. Raises InvalidRequest."""
+    with tenant_scope(tenant_id):
+        return _parsed(line, endpoint)
+
+
+def _parsed(line: Line, endpoint: str) -> Request:
     body = parse_body(ENDPOINTS[endpoint], line.body)
     if body.stream:
         raise InvalidRequest("A line of a batch cannot be streamed.", param="stream")

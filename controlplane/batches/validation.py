@@ -107,7 +107,7 @@ class _Check:
         """Check a line's body and model. Raises LineFault for the model."""
         self.found.models.add(line.model)
         try:
-            request = lines.parse_request(line, self._endpoint)
+            request = lines.parse_request(line, self._endpoint, self._principal.tenant.id)
         except ApiError as error:
             if line.model:
                 self._check_named(ModelSelector.model(line.model))

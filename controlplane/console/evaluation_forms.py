@@ -125,6 +125,8 @@ class CaseForm(_ChecksForm):
         help_text="What the model should answer; correct it here.",
         widget=forms.Textarea(attrs={"rows": 4}),
     )
+    #: Whether they are a request's: then reading them needs requests:content.
+    is_request = forms.BooleanField(required=False, widget=forms.HiddenInput)
     field_order = ("name", "messages", "expected", "checks", "slice")
 
     def clean_messages(self) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.db import models
 from django.db.models import Q
+from django.utils import timezone
 
 from controlplane.tenancy.scoping import new_id
 
@@ -34,7 +35,7 @@ class TenantDeletion(models.Model):
     #: The address of the operator, or the name of a command.
     requested_by = models.CharField(max_length=320)
     requested_at = models.DateTimeField(auto_now_add=True)
-    #: Until then it can be restored.
+    #: Until then it can be undone; at once: never.
     due_at = models.DateTimeField()
     started_at = models.DateTimeField(null=True)
     finished_at = models.DateTimeField(null=True)
@@ -63,6 +64,13 @@ class TenantDeletion(models.Model):
 
     def __str__(self) -> str:
         return f"{self.slug} {self.status}"
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether its grace period is not over, also where no task has taken it up yet."""
+        # Not by the clock alone: that of another machine may be behind.
+        now = max(timezone.now(), self.requested_at)
+        return self.status == self.Status.SCHEDULED and now < self.due_at
 
     def count(self, what: str, number: int) -> None:
         """Add to `counts`; the caller saves."""

@@ -24,7 +24,7 @@ def tenant_delete(*, tenant: Tenant, confirm: str, grace_days: int | None = None
     """Suspend a tenant and have it deleted for good after a grace period.
 
     confirm     the tenant's slug, typed again
-    grace_days  None: the setting's; 0: at once, and nobody can undo it
+    grace_days  None: the setting's; 0: none, so that nobody can undo it
     Raises InvalidRequest for another slug, Conflict when it is being deleted already.
     """
     if confirm != tenant.slug:
@@ -50,7 +50,7 @@ def tenant_delete(*, tenant: Tenant, confirm: str, grace_days: int | None = None
 
 @transaction.atomic
 def tenant_restore(*, tenant: Tenant) -> Tenant:
-    """Undo a deletion that has not begun. Raises Conflict when there is none, or it has begun."""
+    """Undo a deletion within its grace period. Raises Conflict for none, or when that is over."""
     tenant = Tenant.objects.select_for_update().get(pk=tenant.pk)
     deletion = (
         TenantDeletion.objects.select_for_update()
@@ -59,8 +59,12 @@ def tenant_restore(*, tenant: Tenant) -> Tenant:
     )
     if deletion is None:
         raise Conflict(f"{tenant.slug} is not being deleted.")
-    if deletion.status != Status.SCHEDULED:
-        raise Conflict(f"The deletion of {tenant.slug} has begun; nobody can undo it.")
+    if not deletion.can_be_undone:
+        raise Conflict(
+            f"The grace period of {tenant.slug} is over: its data is being deleted, and nobody can "
+            "undo it.",
+            code="grace_period_over",
+        )
     deletion.status = Status.RESTORED
     deletion.restored_at = timezone.now()
     deletion.save(update_fields=["status", "restored_at"])

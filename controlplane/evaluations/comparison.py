@@ -10,6 +10,8 @@ from controlplane.errors import Conflict
 from controlplane.evaluations.bounds import Interval, interval
 from controlplane.evaluations.decision import MAX_NATS, Metric, Pair, differences
 from controlplane.evaluations.models import Case, Evaluation, Result
+from controlplane.evaluations.suites import may_read
+from controlplane.tenants.auth import Principal
 
 #: Of each side: together they hold in 95 % of all comparisons.
 ALPHA = 0.025
@@ -54,6 +56,8 @@ class Changed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
+    """Two evaluations; is_shown: whether `changed`, which has words, is."""
+
     before: Evaluation
     after: Evaluation
     num_cases: int
@@ -61,11 +65,15 @@ class Comparison:
     num_worse: int
     differences: tuple[Difference, ...]
     changed: tuple[Changed, ...]
+    is_shown: bool
     method: str = _METHOD
 
 
-def evaluations_compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """Return what differs. Raises Conflict unless both have ended well, on the same cases."""
+def evaluations_compare(before: Evaluation, after: Evaluation, *, by: Principal) -> Comparison:
+    """Return what differs; without the answers that changed if `by` may not read them.
+
+    Raises Conflict unless both have ended well, on the same cases.
+    """
     if before.suite_version_id != after.suite_version_id:
         raise Conflict("They ran different versions of a suite.", code="suites_differ")
     for evaluation in (before, after):
@@ -83,6 +91,7 @@ def evaluations_compare(before: Evaluation, after: Evaluation) -> Comparison:
         if (difference := _difference(metric, name, pairs))
     ]
     changes = [each.change for each in both]
+    is_shown = may_read(before.suite_version, by)
     return Comparison(
         before=before,
         after=after,
@@ -90,7 +99,8 @@ def evaluations_compare(before: Evaluation, after: Evaluation) -> Comparison:
         num_better=sum(change > 0 for change in changes),
         num_worse=sum(change < 0 for change in changes),
         differences=tuple(found),
-        changed=tuple(_most_changed(both)),
+        changed=tuple(_most_changed(both)) if is_shown else (),
+        is_shown=is_shown,
     )
 
 

@@ -15,12 +15,13 @@ from django.db import transaction
 
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
-from controlplane.evaluations.models import Judge
+from controlplane.evaluations.models import Case, Judge
 from controlplane.infra import outbound
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
 from controlplane.infra.outbound import Bounds, CallFailed
 from controlplane.infra.outbound_policy import Refused
 from controlplane.tenancy.model_scope import check_unbound
+from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import is_slug, slug_validator
 
 MAX_JUDGES = 20
@@ -70,10 +71,14 @@ def judge_get(*, name: str, param: str | None = None) -> Judge:
 
 
 @transaction.atomic
-def judge_set(*, name: str, url: str, model: str, api_key: str | None = None) -> Judge:
-    """Make or replace a judge. Raises InvalidRequest for an address that may not be called.
+def judge_set(
+    *, name: str, url: str, model: str, by: Principal, api_key: str | None = None
+) -> Judge:
+    """Make or replace a judge.
 
     api_key  "": none; None: that of before, which is for the address of before alone
+    Raises InvalidRequest for an address that may not be called, PermissionDenied if suites with
+    words of requests name it and `by` may not read these: they are sent to its address.
     """
     check_unbound(_SHARED)
     if not is_slug(name):
@@ -85,6 +90,9 @@ def judge_set(*, name: str, url: str, model: str, api_key: str | None = None) ->
         raise InvalidRequest(str(error), param="url") from error
     if not _KEY.fullmatch(api_key or ""):
         raise InvalidRequest("It is at most 500 visible ASCII characters.", param="api_key")
+    asked = Case.objects.filter(checks__contains=[{"type": "judge", "judge": name}])
+    if asked.filter(suite_version__has_requests=True).exists():
+        authorize(by, Permission.REQUESTS_CONTENT)
     known = Judge.objects.select_for_update().filter(name=name).first()
     if known is None and Judge.objects.count() >= MAX_JUDGES:
         raise Conflict(f"A tenant can have at most {MAX_JUDGES} judges.", code="too_many_judges")

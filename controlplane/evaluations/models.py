@@ -48,6 +48,9 @@ class SuiteVersion(TenantModel):
     num_bytes = models.PositiveIntegerField()
     #: Where its cases come from: {"kind": "api" | "dataset" | "requests", …}.
     origin = models.JSONField(default=dict)
+    #: Whether its cases have words of requests: reading them, and the answers, needs
+    #: `requests:content`.
+    has_requests = models.BooleanField(default=False, db_default=False)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
 
     class Meta:

@@ -8,6 +8,7 @@ import uuid
 
 from celery import current_app
 from django.db import transaction
+from django.db.models import QuerySet
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
@@ -15,10 +16,11 @@ from controlplane.adapters.models import Adapter
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
 from controlplane.evaluations import asking
-from controlplane.evaluations.models import Evaluation, SuiteVersion
+from controlplane.evaluations.models import Evaluation, Result, SuiteVersion
+from controlplane.evaluations.suites import may_read
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import current_tenant_id
-from controlplane.tenants.auth import Principal
+from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import User
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,13 @@ def evaluation_get(*, evaluation_id: uuid.UUID, param: str | None = None) -> Eva
     if found is None:
         raise NotFound("There is no such evaluation.", param=param)
     return found
+
+
+def results_of(evaluation: Evaluation, *, by: Principal) -> QuerySet[Result]:
+    """Return an evaluation's results. Raises PermissionDenied for words that `by` may not read."""
+    if not may_read(evaluation.suite_version, by):
+        authorize(by, Permission.REQUESTS_CONTENT)
+    return Result.objects.allowed().filter(evaluation=evaluation).select_related("case")
 
 
 def evaluation_create(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import transaction
-from django.db.models import Sum
+from django.db.models import QuerySet, Sum
 
 from contract import chat_rows
 from contract.line_reader import lines
@@ -26,6 +26,7 @@ from controlplane.infra.locks import lock_until_commit
 from controlplane.requestlog import services as requestlog
 from controlplane.tenancy.model_scope import check_unbound, may_name
 from controlplane.tenancy.scoping import current_tenant_id
+from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import User, is_slug, slug_validator
 from controlplane.training import contents
 from controlplane.training.services import dataset_version_get
@@ -43,6 +44,13 @@ MAX_CASE_BYTES = 64 * 1024
 MAX_SLICES = 20
 
 CaseFields = Mapping[str, Any]
+
+
+class Cases(NamedTuple):
+    """Cases for a suite, and whether they have words of requests."""
+
+    fields: Sequence[CaseFields]
+    has_requests: bool = False
 
 
 def suite_get(*, name: str, param: str | None = None) -> Suite:
@@ -64,6 +72,18 @@ def suite_version_get(
     return found
 
 
+def may_read(version: SuiteVersion, by: Principal) -> bool:
+    """Return whether the principal may read a version's cases, and answers to them."""
+    return not version.has_requests or Permission.REQUESTS_CONTENT in by.permissions
+
+
+def cases_of(version: SuiteVersion, *, by: Principal) -> QuerySet[Case]:
+    """Return a version's cases. Raises PermissionDenied for words that `by` may not read."""
+    if version.has_requests:
+        authorize(by, Permission.REQUESTS_CONTENT)
+    return Case.objects.filter(suite_version=version)
+
+
 def suite_version_create(
     *,
     name: str,
@@ -71,10 +91,12 @@ def suite_version_create(
     origin: dict[str, Any],
     description: str | None = None,
     created_by: User | None = None,
+    has_requests: bool = False,
 ) -> SuiteVersion:
     """Make the next version of a suite; the suite, too, if there is none of this name.
 
-    cases  each with `messages`, and `expected`, `checks`, `slice`
+    cases         each with `messages`, and `expected`, `checks`, `slice`
+    has_requests  they have words of requests
     Raises InvalidRequest naming the case, Conflict when there is no room.
     """
     if not is_slug(name):
@@ -100,6 +122,7 @@ def suite_version_create(
             num_cases=len(rows),
             num_bytes=num_bytes,
             origin=origin,
+            has_requests=has_requests,
             created_by=created_by,
         )
         for row in rows:
@@ -110,19 +133,31 @@ def suite_version_create(
     return version
 
 
-def suite_case_add(*, name: str, case: CaseFields, created_by: User | None = None) -> SuiteVersion:
+def suite_case_add(
+    *,
+    name: str,
+    case: CaseFields,
+    created_by: User | None = None,
+    has_requests: bool = False,
+) -> SuiteVersion:
     """Make a suite's next version: the cases of the newest one, if there is any, and one more.
 
+    has_requests  the case has words of a request
     Raises what `suite_version_create` raises.
     """
     known: list[CaseFields] = []
     if suite := Suite.objects.filter(name=name).first():
-        rows = Case.objects.filter(suite_version=suite_version_get(suite=suite))
+        newest = suite_version_get(suite=suite)
+        rows, has_requests = newest.cases, has_requests or newest.has_requests
         fields = ("messages", "expected", "checks", "slice")
         known = list(rows.order_by("position").values(*fields))
     origin = {"kind": "case added", "to": len(known)}
     return suite_version_create(
-        name=name, cases=[*known, case], origin=origin, created_by=created_by
+        name=name,
+        cases=[*known, case],
+        origin=origin,
+        created_by=created_by,
+        has_requests=has_requests,
     )
 
 
@@ -202,19 +237,31 @@ def _num_bytes(case: Case) -> int:
 
 
 def cases_of_dataset(
-    *, name: str, checks: list[dict[str, Any]], every: int = 1, offset: int = 0, slice: str = ""
-) -> list[dict[str, Any]]:
+    *,
+    name: str,
+    by: Principal,
+    checks: list[dict[str, Any]],
+    every: int = 1,
+    offset: int = 0,
+    slice: str = "",
+) -> Cases:
     """Return a case for each n-th row of a dataset, at most `MAX_CASES`.
 
     The row's last answer is what is expected. Completions and rows with tools are passed over.
     name  of a dataset, or of its version: name@n
-    Raises NotFound, Conflict, Unavailable.
+    by    who makes a suite of them
+    Raises PermissionDenied for captured requests that `by` may not read, NotFound, Conflict,
+    Unavailable.
     """
     dataset, version = dataset_version_get(name, param="dataset")
-    pieces = contents.pieces((version or dataset).sha256)
+    sha256 = (version or dataset).sha256
+    has_requests = contents.has_requests(sha256)
+    if has_requests:
+        authorize(by, Permission.REQUESTS_CONTENT)
+    pieces = contents.pieces(sha256)
     rows = chat_rows.read_rows(lines(pieces, max_bytes=chat_rows.MAX_LINE_BYTES))
     try:
-        return _cases_of_rows(rows, checks, every, offset, slice)
+        return Cases(_cases_of_rows(rows, checks, every, offset, slice), has_requests)
     except storage.ObjectMissing as error:
         raise NotFound("The dataset's rows are gone. Upload it again.", param="dataset") from error
     except storage.STORAGE_ERRORS as error:
@@ -242,12 +289,14 @@ def _cases_of_rows(
 
 
 def cases_of_requests(
-    *, request_ids: Sequence[str], checks: list[dict[str, Any]], slice: str = ""
-) -> list[dict[str, Any]]:
+    *, request_ids: Sequence[str], by: Principal, checks: list[dict[str, Any]], slice: str = ""
+) -> Cases:
     """Return a case for each request of the log; its answer is what is expected.
 
-    Raises NotFound for one whose content is not stored, InvalidRequest for one that is no chat.
+    Raises PermissionDenied unless `by` may read it, NotFound for one whose content is not stored,
+    InvalidRequest for one that is no chat.
     """
+    authorize(by, Permission.REQUESTS_CONTENT)
     found = []
     for number, request_id in enumerate(request_ids):
         param = f"requests.{number}"
@@ -260,7 +309,7 @@ def cases_of_requests(
         if messages is None or words.is_truncated or not words.outputs:
             raise InvalidRequest("It is not a chat with a whole prompt and answer.", param=param)
         found.append(_own(list(messages), words.outputs[0], checks, slice))
-    return found
+    return Cases(found, has_requests=True)
 
 
 def _own(

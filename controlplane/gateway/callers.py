@@ -15,7 +15,6 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections
 from django.http import HttpRequest
 
-from controlplane.errors import ApiError
 from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference import access
 from controlplane.inference.access import Caller
@@ -71,12 +70,9 @@ def _let_in(request: HttpRequest, principal: Principal) -> None:
 
 
 def known_tenant(request: HttpRequest) -> uuid.UUID | None:
-    """Return the caller's tenant if it is in memory."""
-    try:
-        principal = auth.cached_principal(*_credentials(request))
-    except ApiError:
-        return None
-    return None if principal is None else principal.tenant.id
+    """Return the tenant of a key that was let in lately; None of others."""
+    kept = auth.kept_principal(*_credentials(request))
+    return None if kept is None else kept[0].tenant.id
 
 
 async def caller_of(request: HttpRequest, selector: ModelSelector) -> Caller:

@@ -7,6 +7,7 @@ No database connection is held while an answer is generated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,6 +30,7 @@ from controlplane.infra.addresses import no_such_address
 from controlplane.infra.metrics import count_refusal
 from controlplane.infra.request_lines import RequestLine
 from controlplane.queue.dispatcher import running_dispatcher
+from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
@@ -180,10 +182,13 @@ async def read_body(request: HttpRequest, parse: Callable[[bytes], _T]) -> _T:
     """
     sent = request.read()  # `request.body` has a smaller bound of its own
     if len(sent) > LONG_BODY_BYTES:
-        await callers.authenticate(request)
-        return await asyncio.to_thread(parse, sent)
+        principal = await callers.authenticate(request)
+        with tenant_scope(principal.tenant.id):
+            return await asyncio.to_thread(parse, sent)
+    tenant_id = callers.known_tenant(request)
     try:
-        return parse(sent)
+        with contextlib.nullcontext() if tenant_id is None else tenant_scope(tenant_id):
+            return parse(sent)
     except ApiError:
         await callers.authenticate(request)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -12,6 +13,7 @@ from contract.patterns import literal, whole_text
 from contract.protocol import ErrorCode, GenerateJob
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan
+from controlplane.tenancy.scoping import tenant_scope
 
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
@@ -54,11 +56,12 @@ def schema_headers(job: GenerateJob) -> dict[str, str]:
     """Return headers for schemas that are not enforced whole: the answer's, and the tools', whose
     paths begin with the tool's name."""
     plans = {}
-    if job.json_schema is not None and not job.is_strict:
-        plans[""] = plan(json.loads(job.json_schema))
-    for tool in job.tools:
-        if tool["function"]["name"] not in job.strict_tools:
-            plans[tool["function"]["name"] + ":"] = plan(tool["function"]["parameters"])
+    with tenant_scope(uuid.UUID(job.tenant_id)):
+        if job.json_schema is not None and not job.is_strict:
+            plans[""] = plan(json.loads(job.json_schema))
+        for tool in job.tools:
+            if tool["function"]["name"] not in job.strict_tools:
+                plans[tool["function"]["name"] + ":"] = plan(tool["function"]["parameters"])
     names = {
         "lorikeet-schema-checked": Status.CHECKED,
         "lorikeet-schema-ignored": Status.UNSUPPORTED,

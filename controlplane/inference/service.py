@@ -43,7 +43,7 @@ from controlplane.queue.admission import rate_headers
 from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
-from controlplane.tenancy.scoping import new_id
+from controlplane.tenancy.scoping import new_id, tenant_scope
 
 
 def new_request_id() -> str:
@@ -88,7 +88,8 @@ async def submit(
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )
-    job = chat_job(body, call) if isinstance(body, ChatBody) else completion_job(body, call)
+    with tenant_scope(caller.principal.tenant.id):  # whose plans of schemas are kept
+        job = chat_job(body, call) if isinstance(body, ChatBody) else completion_job(body, call)
     if adjust is not None:
         job = adjust(job)
     if batch_stream is not None:

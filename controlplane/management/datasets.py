@@ -173,9 +173,10 @@ class DatasetReportView(TenantAPIView):
     def get(self, request: Request, name: str) -> Response:
         """Return what was counted in the rows of a dataset, or of its version `name@n`.
 
-        It is `pending` until that is done.
+        It is `pending` until that is done. Of rows that were captured, `lines` are empty without
+        requests:content: they may quote a row.
         """
-        return Response(reports.report_of(*services.dataset_version_get(name)))
+        return Response(reports.report_of(*services.dataset_version_get(name), by=self.principal))
 
 
 class DatasetPreviewView(TenantAPIView):
@@ -184,12 +185,15 @@ class DatasetPreviewView(TenantAPIView):
 
     @extend_schema(parameters=[_LIMIT], responses=PreviewSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Return the dataset's first rows; fewer when they are long."""
+        """Return the dataset's first rows; fewer when they are long.
+
+        Rows that were captured need requests:content, too.
+        """
         given = request.query_params.get("limit", "10")
         limit = int(given) if given.isascii() and given.isdecimal() and len(given) < 5 else 0
         if not 1 <= limit <= preview.MAX_PREVIEW:
             raise InvalidRequest(
                 f"The limit is a number from 1 to {preview.MAX_PREVIEW}.", param="limit"
             )
-        rows = preview.rows_preview(services.dataset_get(name=name), limit)
+        rows = preview.rows_preview(services.dataset_get(name=name), limit, by=self.principal)
         return Response({"object": "list", "data": rows})

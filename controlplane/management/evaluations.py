@@ -25,7 +25,7 @@ from controlplane.evaluations.models import (
 from controlplane.management.base import BoundedJSONParser, StrictSerializer, TenantAPIView
 from controlplane.rest.fields import DescribedField
 from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
-from controlplane.tenants.auth import Permission, authorize
+from controlplane.tenants.auth import Permission
 
 _SIDES = [
     OpenApiParameter("before", OpenApiTypes.UUID, required=True, description="An evaluation."),
@@ -52,12 +52,16 @@ class SuiteVersionSerializer(serializers.ModelSerializer[SuiteVersion]):
     suite = serializers.CharField(source="suite.name")
     version = serializers.IntegerField(source="number")
     origin = serializers.DictField(help_text="Where its cases come from.")
+    has_requests = serializers.BooleanField(
+        help_text="Whether its cases have words of requests: they, and the answers, need "
+        "requests:content."
+    )
 
     class Meta:
         model = SuiteVersion
         fields = (
             *("id", "object", "suite", "version", "num_cases", "num_bytes", "origin"),
-            "created_at",
+            *("has_requests", "created_at"),
         )
 
 
@@ -205,7 +209,10 @@ class ComparisonSerializer(serializers.Serializer[Comparison]):
     num_worse = serializers.IntegerField()
     method = serializers.CharField(help_text="How the intervals are made.")
     differences = _DifferenceSerializer(many=True)
-    changed = _ChangedSerializer(many=True, help_text="The answers that changed most.")
+    changed = _ChangedSerializer(
+        many=True,
+        help_text="The answers that changed most; empty for who may not read the suite's cases.",
+    )
 
 
 class JudgeSerializer(serializers.ModelSerializer[Judge]):
@@ -280,37 +287,41 @@ class SuiteVersionsView(_EvaluationAPIView):
         sources = [each for each in ("cases", "from_dataset", "from_requests") if each in body]
         if len(sources) != 1:
             raise InvalidRequest("Send one of cases, from_dataset, from_requests.", param="cases")
-        cases, origin = self._cases(body, sources[0])
+        (cases, has_requests), origin = self._cases(body, sources[0])
         version = suites.suite_version_create(
             name=name,
             cases=cases,
             origin=origin,
             description=body.get("description"),
             created_by=self.principal.user,
+            has_requests=has_requests,
         )
         return Response(SuiteVersionSerializer(version).data, status=201)
 
-    def _cases(self, body: dict[str, Any], source: str) -> tuple[list[Any], dict[str, Any]]:
+    def _cases(self, body: dict[str, Any], source: str) -> tuple[suites.Cases, dict[str, Any]]:
         if source == "cases":
-            return body["cases"], {"kind": "api"}
+            return suites.Cases(body["cases"]), {"kind": "api"}
         said = dict(body[source])
         if source == "from_dataset":
             name = said.pop("dataset")
             origin = {"kind": "dataset", "dataset": name, "every": said["every"]}
-            return suites.cases_of_dataset(name=name, **said), {**origin, "offset": said["offset"]}
-        authorize(self.principal, Permission.REQUESTS_CONTENT)
+            cases = suites.cases_of_dataset(name=name, by=self.principal, **said)
+            return cases, {**origin, "offset": said["offset"]}
         ids = said.pop("requests")
-        cases = suites.cases_of_requests(request_ids=ids, **said)
+        cases = suites.cases_of_requests(request_ids=ids, by=self.principal, **said)
         return cases, {"kind": "requests", "requests": len(ids)}
 
 
 class SuiteCasesView(_EvaluationAPIView):
     @extend_schema("suite_cases", PAGE_PARAMETERS, responses=page_of(CaseSerializer))
     def get(self, request: Request, name: str, number: int) -> Response:
-        """List a version's cases, the last one first."""
+        """List a version's cases, the last one first.
+
+        If `has_requests` is true of the version, this needs requests:content.
+        """
         suite = suites.suite_get(name=name)
         version = suites.suite_version_get(suite=suite, number=number)
-        return page(request, Case.objects.filter(suite_version=version), CaseSerializer)
+        return page(request, suites.cases_of(version, by=self.principal), CaseSerializer)
 
 
 class EvaluationsView(_EvaluationAPIView):
@@ -374,9 +385,12 @@ class EvaluationCancelView(_EvaluationAPIView):
 class EvaluationResultsView(_EvaluationAPIView):
     @extend_schema("evaluation_results", PAGE_PARAMETERS, responses=page_of(ResultSerializer))
     def get(self, request: Request, evaluation_id: uuid.UUID) -> Response:
-        """List the results of an evaluation's cases, the last one first."""
+        """List the results of an evaluation's cases, the last one first.
+
+        If `has_requests` is true of the suite's version, this needs requests:content.
+        """
         evaluation = services.evaluation_get(evaluation_id=evaluation_id)
-        rows = Result.objects.allowed().filter(evaluation=evaluation).select_related("case")
+        rows = services.results_of(evaluation, by=self.principal)
         return page(request, rows, ResultSerializer)
 
 
@@ -385,7 +399,9 @@ class EvaluationComparisonView(_EvaluationAPIView):
     def get(self, request: Request) -> Response:
         """Compare two evaluations of one version of a suite, case by case and by slice."""
         before, after = (self._side(request, name) for name in ("before", "after"))
-        return Response(ComparisonSerializer(evaluations_compare(before, after)).data)
+        return Response(
+            ComparisonSerializer(evaluations_compare(before, after, by=self.principal)).data
+        )
 
     def _side(self, request: Request, name: str) -> Evaluation:
         try:
@@ -409,9 +425,12 @@ class JudgeView(_EvaluationAPIView):
 
     @extend_schema(request=JudgeSetSerializer, responses=JudgeSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Make or replace a judge: a model elsewhere that gives marks to answers."""
+        """Make or replace a judge: a model elsewhere that gives marks to answers.
+
+        One that suites with words of requests name needs requests:content.
+        """
         body = JudgeSetSerializer.parsed(request)
-        return Response(JudgeSerializer(judge.judge_set(name=name, **body)).data)
+        return Response(JudgeSerializer(judge.judge_set(name=name, by=self.principal, **body)).data)
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:

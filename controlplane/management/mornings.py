@@ -87,4 +87,4 @@ class MorningView(TenantAPIView):
         until = moment_of(given)
         if given and until is None:
             raise InvalidRequest("It is a time such as 2026-05-01T06:00:00Z.", param="until")
-        return Response(MorningSerializer(morning_of(until, adapter=name)).data)
+        return Response(MorningSerializer(morning_of(until, by=self.principal, adapter=name)).data)

@@ -18,6 +18,7 @@ from django.utils import timezone
 from controlplane.errors import ApiError
 from controlplane.evaluations.comparison import Comparison, evaluations_compare
 from controlplane.evaluations.models import GateDecision
+from controlplane.tenants.auth import Principal
 from controlplane.training.models import ScheduleRun, TrainingRun
 
 NIGHT = dt.timedelta(hours=24)
@@ -106,9 +107,12 @@ class Morning:
     counts: Mapping[str, int]
 
 
-def morning_of(until: dt.datetime | None = None, *, adapter: str | None = None) -> Morning:
+def morning_of(
+    until: dt.datetime | None = None, *, by: Principal, adapter: str | None = None
+) -> Morning:
     """Return what changed in the 24 hours up to `until`, now by default, of the tenant in scope.
 
+    by       who reads it: answers that they may not read are left out
     adapter  only this one's
     """
     until = until or timezone.now()
@@ -126,7 +130,7 @@ def morning_of(until: dt.datetime | None = None, *, adapter: str | None = None) 
     return Morning(
         since=since,
         until=until,
-        entries=tuple(_with_answers(_entries(shown))),
+        entries=tuple(_with_answers(_entries(shown), by)),
         num_more=len(nights) - len(shown),
         counts=dict(Counter(row.state for night in nights for row in night)),
     )
@@ -179,7 +183,7 @@ def _run_before(row: ScheduleRun) -> TrainingRun | None:
     return runs.order_by("-created_at").first()
 
 
-def _with_answers(entries: Sequence[Entry]) -> list[Entry]:
+def _with_answers(entries: Sequence[Entry], by: Principal) -> list[Entry]:
     """Compare the answers of the first entries whose gate has decided."""
     found: list[Entry] = []
     num_compared = 0
@@ -191,13 +195,13 @@ def _with_answers(entries: Sequence[Entry]) -> list[Entry]:
             found.append(dataclasses.replace(entry, compared_later=True))
         else:
             num_compared += 1
-            found.append(dataclasses.replace(entry, compared=_compared(gate)))
+            found.append(dataclasses.replace(entry, compared=_compared(gate, by)))
     return found
 
 
-def _compared(gate: GateDecision) -> Comparison | None:
+def _compared(gate: GateDecision, by: Principal) -> Comparison | None:
     assert gate.candidate is not None and gate.live is not None
     try:
-        return evaluations_compare(gate.live, gate.candidate)
+        return evaluations_compare(gate.live, gate.candidate, by=by)
     except ApiError:  # one has failed, or waits
         return None

@@ -21,7 +21,7 @@ class Reply:
     Drops events of an old lease and repeated ones. When an attempt was lost before its client saw
     any of it, the events of the next attempt replace its own.
 
-    transcript  keeps the texts for the request log, if they are to be kept
+    transcript  keeps the texts for the request log; None: nothing does
     """
 
     def __init__(self, job: GenerateJob, transcript: Transcript | None = None) -> None:

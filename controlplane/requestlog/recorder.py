@@ -2,8 +2,11 @@
 
 No request waits for this. Prompts and answers are collected in memory while the request runs, and a
 thread writes them moments after its end: a gateway that is killed loses the content of its last
-moments. The request's log line comes from the worker's record and is never lost. While PostgreSQL
-is away content waits in memory, up to `MAX_QUEUED_CHARS`; more is not stored.
+moments. The request's log line comes from the worker's record and is never lost.
+
+What a tenant wants is read with each write, so that its choice holds at once in all processes:
+until then every request's content is in memory. While PostgreSQL is away, or much waits, only that
+of tenants who wanted it lately stays there, up to `MAX_QUEUED_CHARS`; more is not stored.
 """
 
 from __future__ import annotations
@@ -35,8 +38,7 @@ MAX_CHARS = 256 * 1024
 MAX_QUEUED_CHARS = 64 * 1024 * 1024
 BATCH = 200
 WRITE_INTERVAL_S = 0.25
-#: How soon a gateway sees that a tenant wants content stored. Before each write it checks whether
-#: the tenant still does.
+#: How old the choices are at most that decide what waits while PostgreSQL is away.
 CHOICES_INTERVAL_S = 5.0
 REFUSALS_INTERVAL_S = 5.0
 RETRY_S = 2.0
@@ -125,34 +127,38 @@ class Recorder:
         self._queue: collections.deque[Words] = collections.deque()
         self._num_chars = 0
         self._refusals: collections.Counter[RefusalKey] = collections.Counter()
-        #: None until they are known: until then every request's content is collected.
+        #: Those of `CHOICES_INTERVAL_S` ago at most; None until they are known.
         self._choices: dict[uuid.UUID, str] | None = None
         self._rules: dict[uuid.UUID, CaptureRule] = {}
         self._choices_due = self._refusals_due = 0.0
+        self._is_away = False  # the last write of content failed
         self._news = asyncio.Event()
 
-    def open(self, job: GenerateJob) -> Transcript | None:
-        """Return a transcript for a request's content, or None when it is not to be stored."""
-        if self._choices is not None:
-            tenant_id = uuid.UUID(job.tenant_id)
-            choice, rule = self._choices.get(tenant_id), self._rules.get(tenant_id)
-            is_stored = choice is not None and wants(choice, job.store)
-            if not is_stored and not (
-                rule is not None
-                and _is_row(job)
-                and rule.takes(job.request_id, job.model, job.store)
-            ):
-                return None
+    def open(self, job: GenerateJob) -> Transcript:
+        """Return a transcript for a request's content; whether it is stored its end decides."""
         return Transcript(self, job)
 
     def put(self, words: Words) -> None:
         size = _size(words)
+        has_room = not self._is_away and self._num_chars + size <= MAX_QUEUED_CHARS // 2
+        if not has_room and not self._wanted_lately(words):
+            return
         if self._num_chars + size > MAX_QUEUED_CHARS:
             log.warning("the content of %s is not stored: too much waits", words.request_id)
             return
         self._queue.append(words)
         self._num_chars += size
         self._news.set()
+
+    def _wanted_lately(self, words: Words) -> bool:
+        """Return whether its tenant wanted it stored or captured when that was last read."""
+        if self._choices is None:
+            return True
+        choice, rule = self._choices.get(words.tenant_id), self._rules.get(words.tenant_id)
+        if choice is not None and wants(choice, words.store):
+            return True
+        is_captured = rule is not None and rule.takes(words.request_id, words.model, words.store)
+        return is_captured and words.is_row
 
     def refuse(self, tenant_id: uuid.UUID, endpoint: str, status: int, code: str) -> None:
         """Count a request that was refused at admission."""
@@ -205,7 +211,12 @@ class Recorder:
     async def _write_words(self) -> None:
         while self._queue:
             batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
-            await _in_thread(functools.partial(_keep, batch))
+            try:
+                await _in_thread(functools.partial(_keep, batch))
+            except DatabaseError:
+                self._is_away = True
+                raise
+            self._is_away = False
             for words in batch:
                 self._queue.popleft()
                 self._num_chars -= _size(words)

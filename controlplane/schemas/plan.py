@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from contract.tenant_cache import TenantCache
 from controlplane.schemas import arrays, limits, logic, objects, values
 from controlplane.schemas.findings import BadSchema, Finding, Status
 from controlplane.schemas.instances import Instances
 from controlplane.schemas.walker import Walk
+from controlplane.tenancy.scope import current
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
 _NUM_KEPT = 256
 #: Of the decoder's schema: a property of characters may have thousands.
 MAX_REWRITTEN_CHARS = 512 * 1024
+
+#: Of a schema that cannot be used: the problem, and its place.
+_Refusal = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,18 @@ class Plan:
 
 
 def plan(schema: dict[str, Any]) -> Plan:
-    """Return the plan of a schema. Raises BadSchema for one that cannot be used."""
+    """Return the plan of a schema. Raises BadSchema for one that cannot be used.
+
+    It is kept for the tenant in scope, and not without one.
+    """
     limits.check_size(schema)
-    made = _plan(_text(schema))
+    text, scope = _text(schema), current.get()
+    tenant_id = str(scope) if isinstance(scope, uuid.UUID) else None
+    made = None if tenant_id is None else _kept.get(tenant_id, text)
+    if made is None:
+        made = _made(text)
+        if tenant_id is not None:
+            _kept.put(tenant_id, text, made)
     if isinstance(made, Plan):
         return made
     raise BadSchema(*made)
@@ -57,9 +71,10 @@ def paths(findings: Iterable[Finding], most: int = 20, *, within: str = "") -> s
     return ", ".join(all_paths[:most]) + more
 
 
-@functools.lru_cache(_NUM_KEPT)
-def _plan(text: str) -> Plan | tuple[str, str]:
-    """Return the plan, or the problem and its place; both are cached."""
+_kept: TenantCache[str, Plan | _Refusal] = TenantCache(_NUM_KEPT)
+
+
+def _made(text: str) -> Plan | _Refusal:
     schema = json.loads(text)
     try:
         limits.check(schema)

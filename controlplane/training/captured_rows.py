@@ -58,7 +58,7 @@ def dataset_from_captured(
             param="only",
             code="nothing_captured",
         )
-    stored = services.rows_store(rows.content)
+    stored = services.rows_store(rows.content, has_requests=True)
     kind = kind or (versions.Kind.APPEND if appends else versions.Kind.UPLOAD)
     with transaction.atomic():
         dataset = versions.version_add(name=name, rows=stored, kind=kind, appends=appends)

@@ -59,15 +59,22 @@ def num_bytes() -> int:
 
 
 @transaction.atomic
-def content_begin(tenant_id: uuid.UUID, sha256: str, num_bytes: int) -> None:
-    """Reserve room for rows before their upload. Raises InvalidRequest when there is none."""
+def content_begin(
+    tenant_id: uuid.UUID, sha256: str, num_bytes: int, *, has_requests: bool = False
+) -> None:
+    """Reserve room for rows before their upload. Raises InvalidRequest when there is none.
+
+    has_requests  they are captured requests
+    """
     quotas.lock("storage_bytes")
     _lock(tenant_id, sha256)
     rows = DatasetContent.objects.filter(sha256=sha256)
-    now = timezone.now()
-    if not rows.update(wanted_at=now, num_bytes=num_bytes):
+    fields = {"num_bytes": num_bytes, "wanted_at": timezone.now()}
+    if has_requests:  # else it stays: others may have captured the same
+        fields["has_requests"] = True
+    if not rows.update(**fields):
         quotas.check("storage_bytes", num_bytes)
-        DatasetContent.objects.create(sha256=sha256, num_bytes=num_bytes, wanted_at=now)
+        DatasetContent.objects.create(sha256=sha256, **fields)
 
 
 def content_join(previous: str, added: str) -> str:
@@ -78,9 +85,24 @@ def content_join(previous: str, added: str) -> str:
     rows, now = DatasetContent.objects.filter(sha256=joined), timezone.now()
     if not rows.update(wanted_at=now):
         DatasetContent.objects.create(
-            sha256=joined, num_bytes=0, wanted_at=now, previous=previous, added=added
+            sha256=joined,
+            num_bytes=0,
+            wanted_at=now,
+            previous=previous,
+            added=added,
+            has_requests=has_requests(previous) or has_requests(added),
         )
     return joined
+
+
+def has_requests(sha256: str) -> bool:
+    """Return whether rows of the tenant in scope are captured requests, all or some of them.
+
+    Reading them, and what quotes them, needs the permission `requests:content`. Of rows that are
+    not stored nobody knows it: True.
+    """
+    row = DatasetContent.objects.filter(sha256=sha256).only("has_requests").first()
+    return row is None or row.has_requests
 
 
 def parts_of(sha256: str) -> list[str]:

@@ -33,6 +33,8 @@ class DatasetContent(TenantModel):
     #: two in their turn, and of those that were added, which have an object. Else both empty.
     previous = models.CharField(max_length=64, blank=True, default="", db_default="")
     added = models.CharField(max_length=64, blank=True, default="", db_default="")
+    #: Whether it has words of captured requests: reading them needs `requests:content`.
+    has_requests = models.BooleanField(default=False, db_default=False)
 
     class Meta:
         constraints = [
@@ -285,10 +287,7 @@ class TrainingRun(PublicIdModel):
 
 
 class TrainingEvent(PublicIdModel):
-    """Something that happened to a run, or the metrics of a step: see `training.events`.
-
-    Their number is bounded, and they are deleted with the run.
-    """
+    """Something that happened to a run, or a step's metrics: see `training.events`."""
 
     PREFIX = "ftevent-"
     MODEL_FIELD = "run__adapter__name"

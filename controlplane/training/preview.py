@@ -9,17 +9,21 @@ from typing import Any
 from contract.chat_rows import MAX_LINE_BYTES
 from controlplane.errors import Conflict, Unavailable
 from controlplane.infra import storage
+from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.training import contents
 from controlplane.training.models import Dataset
 
 MAX_PREVIEW = 100
 
 
-def rows_preview(dataset: Dataset, limit: int) -> list[dict[str, Any]]:
+def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[str, Any]]:
     """Return up to `limit` rows with their lines' numbers; fewer when they are long.
 
-    Raises Conflict when the rows were replaced just now, or Unavailable.
+    Raises PermissionDenied for captured requests that `by` may not read, Conflict when the rows
+    were replaced just now, or Unavailable.
     """
+    if contents.has_requests(dataset.sha256):
+        authorize(by, Permission.REQUESTS_CONTENT)
     most = MAX_LINE_BYTES + 1  # so that at least one line is whole
     content = b""
     try:

@@ -27,6 +27,7 @@ from controlplane.adapters.models import BaseModel
 from controlplane.infra import storage
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.tenants.auth import Permission, Principal
 from controlplane.training import contents
 from controlplane.training.last_lines import last_lines
 from controlplane.training.models import Dataset, DatasetVersion, TrainingRun
@@ -159,16 +160,22 @@ def _child(job: ReportJob, folder: Path) -> dict[str, Any]:
     return report
 
 
-def report_of(dataset: Dataset, version: DatasetVersion | None = None) -> dict[str, Any]:
+def report_of(
+    dataset: Dataset, version: DatasetVersion | None = None, *, by: Principal | None = None
+) -> dict[str, Any]:
     """Return a dataset's report as it stands, with the time that an epoch takes on each base.
 
     version  an earlier one; None: the current one
+    by       who reads it; None: nobody who may read captured requests
     """
     rows, status = version or dataset, dataset.report_status
     if version is not None and version.number != dataset.version:
         is_made = version.report is not None and "error" not in version.report
         status = "ready" if is_made else "failed"
     told = rows.report or {}
+    may_read = by is not None and Permission.REQUESTS_CONTENT in by.permissions
+    if not may_read and contents.has_requests(rows.sha256):
+        told = _without_lines(told)
     error = "" if told else "The next version came before the report."
     bases = {
         name: {**counts, **_estimate(name, counts["tokens"])}
@@ -189,6 +196,14 @@ def report_of(dataset: Dataset, version: DatasetVersion | None = None) -> dict[s
         "bases": bases,
         "error": told.get("error", error if status == "failed" else ""),
         "made_at": told.get("made_at"),
+    }
+
+
+def _without_lines(told: dict[str, Any]) -> dict[str, Any]:
+    """Return a report whose findings have their counts alone: what is told of a line may quote."""
+    return {
+        name: _without_lines(value) if isinstance(value, dict) else [] if name == "lines" else value
+        for name, value in told.items()
     }
 
 

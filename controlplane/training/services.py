@@ -82,9 +82,10 @@ def rows_convert(content: bytes) -> tuple[bytes, str]:
     return row_check.rows_convert(tenant_id, content, max_bytes=MAX_DIRECT_BYTES)
 
 
-def rows_store(content: bytes) -> contents.Rows:
+def rows_store(content: bytes, *, has_requests: bool = False) -> contents.Rows:
     """Check chat JSONL, and store it where versions of datasets read theirs.
 
+    has_requests  they are captured requests
     Raises what `dataset_upload` raises.
     """
     if len(content) > MAX_DIRECT_BYTES:
@@ -98,7 +99,7 @@ def rows_store(content: bytes) -> contents.Rows:
     if found.problems:
         raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
     sha256 = hashlib.sha256(content).hexdigest()
-    contents.content_begin(tenant_id, sha256, len(content))
+    contents.content_begin(tenant_id, sha256, len(content), has_requests=has_requests)
     try:
         storage.put_bytes(dataset_key(tenant_id, sha256), content)
     except storage.STORAGE_ERRORS as error:

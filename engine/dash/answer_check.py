@@ -27,7 +27,6 @@ from contract.exact_numbers import is_integer, is_multiple, read_decimal
 from contract.patterns import read_pattern
 
 MAX_MESSAGE_CHARS = 300
-_NUM_KEPT = 256
 #: Compiled patterns that are kept. Each may have megabytes.
 _NUM_PATTERNS = 16
 _PATTERN_BYTES = 32 << 20
@@ -57,7 +56,6 @@ def make_check() -> Check:
         type_checker=base.TYPE_CHECKER.redefine("integer", lambda _, value: is_integer(value)),
     )
 
-    @functools.lru_cache(_NUM_KEPT)
     def validator(schema: str) -> Any:
         parsed = json.loads(schema, parse_float=read_decimal)
         # A registry of its own: jsonschema's would fetch the URL of a reference from the network.

@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.tenant_cache import TenantCache
 from engine.errors import BadGrammar, GrammarFailed
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
 from engine.sampling.masks import Mask, Masked, MaskThreads, MaskTree
@@ -254,24 +254,19 @@ class GrammarCompiler:
             1, thread_name_prefix="grammar", initializer=_let_others_go_first
         )
         self._backend: _Backend | None = None
-        self._lock = threading.Lock()  # guards the cache, which both threads use
-        self._cache: OrderedDict[tuple[str, Grammar], _Compiled] = OrderedDict()
+        self._cache: TenantCache[Grammar, _Compiled] = TenantCache(_MAX_CACHED)
 
     def submit(self, grammar: Grammar, tenant_id: str = "") -> Future[Matcher]:
         """Compile a grammar; return the future of a matcher at its beginning.
 
         The future raises BadGrammar if it cannot be compiled or nothing satisfies it.
         """
-        key = tenant_id, grammar
-        with self._lock:
-            compiled = self._cache.get(key)
-            if compiled is not None:
-                self._cache.move_to_end(key)
+        compiled = self._cache.get(tenant_id, grammar)
         if compiled is not None:
             ready: Future[Matcher] = Future()
             ready.set_result(self._matcher(compiled))
             return ready
-        return self._threads.submit(self._compile, grammar, key)
+        return self._threads.submit(self._compile, grammar, tenant_id)
 
     def prepare(self) -> Future[None]:
         """Import the libraries and read the tokenizer now, on the compiler's thread.
@@ -295,11 +290,10 @@ class GrammarCompiler:
         inner, tree = compiled
         return Matcher(inner.deep_copy(), self._backend.eos_token_id, tree)
 
-    def _compile(self, grammar: Grammar, key: tuple[str, Grammar]) -> Matcher:
+    def _compile(self, grammar: Grammar, tenant_id: str) -> Matcher:
         self._prepare()
         assert self._backend is not None
-        with self._lock:
-            compiled = self._cache.get(key)
+        compiled = self._cache.get(tenant_id, grammar)
         if compiled is not None:  # it was compiled while this call waited
             return self._matcher(compiled)
         try:
@@ -316,10 +310,7 @@ class GrammarCompiler:
         if not any(first):
             raise BadGrammar("nothing satisfies the grammar", param=grammar.param)
         compiled = matcher, MaskTree(Mask.of(first), self._backend.num_words)
-        with self._lock:
-            self._cache[key] = compiled
-            if len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
+        self._cache.put(tenant_id, grammar, compiled)
         return self._matcher(compiled)
 
 

@@ -19,11 +19,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import structlog
 
 from contract.protocol import ErrorCode
+from contract.tenant_cache import TenantCache
 from engine.grammar_text import Grammar
 from engine.request import Request
 from engine.stats import LoadCounts
@@ -70,8 +71,8 @@ class GrammarService:
         )
         self._check = SandboxProcess("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
         # A process has one tokenizer, so tenant and grammar are the whole key.
-        self._found: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._too_slow: OrderedDict[bytes, float] = OrderedDict()  # tenant, schema -> until when
+        self._found: TenantCache[bytes, _Verdict] = TenantCache(MAX_CACHED)
+        self._too_slow: TenantCache[bytes, float] = TenantCache(MAX_CACHED)  # until when
         self._checks = FairLock()
         self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
@@ -87,10 +88,8 @@ class GrammarService:
         grammar = request.grammar
         if grammar is None:
             return
-        key = _key(request.tenant_id, grammar.kind, grammar.text)
-        known = self._found.get(key)
+        known = self._found.get(request.tenant_id, _key(grammar.kind, grammar.text))
         if known is not None and time.monotonic() < known.until:
-            self._found.move_to_end(key)
             problem = known.problem
         else:
             problem = await self._tried(grammar, request.tenant_id)
@@ -104,13 +103,13 @@ class GrammarService:
     async def problem_of(self, schema: str, answer: str, tenant_id: str) -> str | None:
         """Return how a finished answer violates its schema; None: it does not."""
         async with self._checks.turn(tenant_id):
-            if time.monotonic() < self._too_slow.get(_key(tenant_id, schema), 0.0):
+            if time.monotonic() < (self._too_slow.get(tenant_id, _key(schema)) or 0.0):
                 return "checking it takes too long"
             try:
                 found = await self._check.call(schema, answer, cpu_s=CHECK_CPU_S)
             except SandboxLost as error:
                 log.warning("tenant %s: an answer could not be checked: %s", tenant_id, error)
-                _remember(self._too_slow, _key(tenant_id, schema), time.monotonic() + RETRY_S)
+                self._too_slow.put(tenant_id, _key(schema), time.monotonic() + RETRY_S)
                 return f"it could not be checked: {error}"
             problem: str | None = found.value
             return problem
@@ -175,19 +174,18 @@ class GrammarService:
             self.trials.failures += problem is not None
             spent = self._spent.setdefault(tenant_id, deque())
             spent.append((time.monotonic(), seconds))
-            _remember(
-                self._found, _key(tenant_id, grammar.kind, grammar.text), _Verdict(problem, until)
-            )
+            key = _key(grammar.kind, grammar.text)
+            self._found.put(tenant_id, key, _Verdict(problem, until))
             future = self._trials.pop((tenant_id, grammar))
             with contextlib.suppress(asyncio.InvalidStateError):
                 future.set_result(problem)
 
 
 def _check_set_up() -> Callable[[str, str], str | None]:
-    from engine.dash import answer_check  # imports libraries that only the helper needs
+    from worker.grammar import answer_check  # imports libraries that only the helper needs
 
     sys.setrecursionlimit(CHECK_RECURSION)
-    return answer_check.make_check()
+    return answer_check.set_up()
 
 
 _NAMES = {"json_schema": "schema", "regex": "regular expression", "lark": "grammar"}
@@ -200,13 +198,3 @@ def _over_quota(message: str) -> Refused:
 def _key(*parts: str) -> bytes:
     """Return a short key for texts that may have hundreds of kilobytes."""
     return hashlib.sha256("\0".join(parts).encode()).digest()
-
-
-_V = TypeVar("_V")
-
-
-def _remember(cache: OrderedDict[bytes, _V], key: bytes, value: _V) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    if len(cache) > MAX_CACHED:
-        cache.popitem(last=False)

@@ -89,7 +89,7 @@ def comparison(request: ConsoleRequest) -> HttpResponse:
         raise Http404 from None
     try:
         before, after = (evaluation_get(evaluation_id=each) for each in ids)
-        compared = evaluations_compare(before, after)
+        compared = evaluations_compare(before, after, by=request.member.principal)
     except ApiError as error:
         messages.error(request, error.message)
         return redirect("console:evaluations")

@@ -33,7 +33,7 @@ class Shown:
 def morning(request: ConsoleRequest) -> HttpResponse:
     until, adapter = moment_of(request.GET.get("until", "")), request.GET.get("adapter", "")
     adapter = adapter if is_slug(adapter) else ""
-    found = morning_of(until, adapter=adapter or None)
+    found = morning_of(until, by=request.member.principal, adapter=adapter or None)
     later = found.until + NIGHT
     context = {
         "morning": found,

@@ -99,7 +99,8 @@ async def _run(request: HttpRequest, principal: Principal) -> HttpResponseBase:
     """
     line: RequestLine = request.line  # type: ignore[attr-defined]
     try:
-        body = await _read_body(request)
+        with tenant_scope(principal.tenant.id):
+            body = await _read_body(request)
         caller, served = await query_in_thread(lambda: _resolve(principal, body.selector()))
         caller = _bounded(caller)
         generation = await submit(caller, body, request_id=line.request_id, endpoint=ENDPOINT)

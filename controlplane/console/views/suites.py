@@ -16,7 +16,7 @@ from controlplane.console.evaluation_forms import CaseForm, EvaluationForm, Suit
 from controlplane.console.forms import add_service_error
 from controlplane.errors import ApiError, NotFound
 from controlplane.evaluations import suites
-from controlplane.evaluations.models import Case, Suite, SuiteVersion
+from controlplane.evaluations.models import Suite, SuiteVersion
 from controlplane.tenants.auth import Permission, authorize
 
 #: Cases that a page shows.
@@ -29,10 +29,13 @@ def suite(request: ConsoleRequest, name: str) -> HttpResponse:
     """Show a suite's versions and the cases of the newest one."""
     found = _suite(name)
     versions = list(SuiteVersion.objects.filter(suite=found).order_by("-number"))
+    may_read = suites.may_read(versions[0], request.member.principal)
+    cases = versions[0].cases.order_by("position")[:NUM_CASES] if may_read else []
     context = {
         "suite": found,
         "versions": versions,
-        "cases": Case.objects.filter(suite_version=versions[0]).order_by("position")[:NUM_CASES],
+        "cases": cases,
+        "may_read": may_read,
         "form": EvaluationForm(initial={"suite": found.name}),
     }
     return render(request, "console/suite.html", context)
@@ -57,24 +60,25 @@ def new_suite(request: ConsoleRequest) -> HttpResponse:
 
 def _made(request: ConsoleRequest, form: SuiteForm) -> SuiteVersion:
     data = form.cleaned_data
-    cases: list[dict[str, Any]]
     if data["dataset"]:
         taken = {"every": data["every"] or 1, "offset": data["offset"] or 0}
         cases = suites.cases_of_dataset(
             name=data["dataset"].name,
+            by=request.member.principal,
             checks=form.wanted_checks(),
             slice=data["slice"],
             **taken,
         )
         origin = {"kind": "dataset", "dataset": data["dataset"].name, **taken}
     else:
-        cases, origin = form.whole_cases(), {"kind": "console"}
+        cases, origin = suites.Cases(form.whole_cases()), {"kind": "console"}
     return suites.suite_version_create(
         name=data["name"],
-        cases=cases,
+        cases=cases.fields,
         origin=origin,
         description=data["description"] or None,
         created_by=request.user,
+        has_requests=cases.has_requests,
     )
 
 
@@ -92,7 +96,10 @@ def add_case(request: ConsoleRequest) -> HttpResponse:
     if form.is_valid():
         try:
             made = suites.suite_case_add(
-                name=form.cleaned_data["name"], case=form.case(), created_by=request.user
+                name=form.cleaned_data["name"],
+                case=form.case(),
+                created_by=request.user,
+                has_requests=form.cleaned_data["is_request"],
             )
         except ApiError as error:
             add_service_error(form, _told(error), _field(error))
@@ -102,19 +109,21 @@ def add_case(request: ConsoleRequest) -> HttpResponse:
     return _case_page(request, form, status=422)
 
 
-def _given(request: ConsoleRequest) -> dict[str, str]:
+def _given(request: ConsoleRequest) -> dict[str, Any]:
     request_id = request.POST.get("request", "")[:64]
     if not request_id:
         names = ("messages", "expected")
         return {name: request.POST.get(name, "")[: suites.MAX_CASE_BYTES] for name in names}
     authorize(request.member.principal, Permission.REQUESTS_CONTENT)
     try:
-        (case,) = suites.cases_of_requests(request_ids=[request_id], checks=[])
+        (case,) = suites.cases_of_requests(
+            request_ids=[request_id], by=request.member.principal, checks=[]
+        ).fields
     except ApiError as error:
         messages.error(request, error.message)
         return {}
     text = json.dumps(case["messages"], ensure_ascii=False, indent=1)
-    return {"messages": text, "expected": case["expected"]}
+    return {"messages": text, "expected": case["expected"], "is_request": True}
 
 
 def _case_page(request: ConsoleRequest, form: CaseForm, status: int = 200) -> HttpResponse:

@@ -19,7 +19,7 @@ from controlplane.console.forms import add_service_error
 from controlplane.console.training_forms import DatasetForm, ScheduleForm, TrainForm
 from controlplane.console.views.adapters import get_adapter
 from controlplane.console.views.datasets import history_of
-from controlplane.errors import ApiError, Conflict, NotFound
+from controlplane.errors import ApiError, Conflict, NotFound, PermissionDenied
 from controlplane.tenants.auth import Permission
 from controlplane.training import cost, pausing, picking, preview, reports, schedules, services
 from controlplane.training.hyperparameters import checked_hyperparameters
@@ -91,12 +91,15 @@ def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
     rows: list[dict[str, Any]] = []
     problem = ""
     try:
-        rows = preview.rows_preview(found, NUM_PREVIEW) if request.member.can_train else []
+        if request.member.can_train:
+            rows = preview.rows_preview(found, NUM_PREVIEW, by=request.member.principal)
+    except PermissionDenied:
+        problem = "They are captured requests: only who may read prompts and answers sees them."
     except ApiError as error:
         problem = error.message
     context = {
         "dataset": found,
-        "report": reports.report_of(found),
+        "report": reports.report_of(found, by=request.member.principal),
         "rows": [(row["line"], _shown(row["row"])) for row in rows],
         "problem": problem,
         **history_of(found),

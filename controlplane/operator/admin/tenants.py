@@ -82,7 +82,7 @@ class TenantAdmin(AuditedAdmin):
     def deletion(self, tenant: Tenant) -> str:
         link = reverse("admin:deletion_tenantdeletion_ask", args=[tenant.pk])
         is_going = tenant.status == Tenant.Status.DELETING
-        label = "Being deleted: restore it" if is_going else "Delete this tenant…"
+        label = "Being deleted…" if is_going else "Delete this tenant…"
         return format_html('<a href="{}">{}</a>', link, label)
 
     def search_q(self, term: str) -> Q:

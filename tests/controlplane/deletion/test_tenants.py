@@ -13,6 +13,7 @@ import redis
 from django.apps import apps
 from django.conf import settings
 from django.core.management import CommandError, call_command
+from django.test import Client
 from django.utils import timezone
 
 from contract import protocol
@@ -523,6 +524,29 @@ class TestGrace:
         delete(acme, operator, grace_days=1)
         restored = as_user(operator).post("/ops/v1/tenants/acme/restore").json()
         assert restored["status"] == "suspended"
+
+    @pytest.mark.parametrize("days", [0, 1])
+    def test_nobody_can_restore_what_is_due_before_its_task_begins(
+        self, acme: Party, operator: User, days: int
+    ) -> None:
+        delete(acme, operator, grace_days=days)
+        if days:
+            TenantDeletion.objects.update(due_at=timezone.now())
+        page = f"/admin/deletion/tenantdeletion/tenant/{acme.tenant.pk}/"
+        answer = as_user(operator).post("/ops/v1/tenants/acme/restore")
+        assert_error(answer, 409)
+        assert answer.json()["error"]["code"] == "grace_period_over"
+        staff = Client()
+        staff.force_login(operator)
+        shown = staff.get(page).content.decode()
+        assert "Restore it" not in shown and "nobody can undo it" in shown
+        assert staff.post(page, {"restore": "1"}).status_code == 409
+        deletion = TenantDeletion.objects.get()
+        assert deletion.status == "scheduled"
+        deletion.requested_at = deletion.due_at = timezone.now() + dt.timedelta(seconds=30)
+        assert not deletion.can_be_undone, "on a machine whose clock is behind"
+        tasks.tenants_delete()
+        assert TenantDeletion.objects.get().status == "done"
 
     def test_after_the_grace_nobody_can_restore(self, acme: Party, operator: User) -> None:
         delete(acme, operator)

@@ -23,8 +23,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from controlplane.gateway.asgi import MAX_BODY_BYTES
+from tests.controlplane.schemas.test_kept_plans import new_schema
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
-from tests.live import LiveStack, wait_for
+from tests.live import LiveStack, Process, wait_for
 
 POOL = "gateway"
 STEP_S = 0.002
@@ -34,6 +35,7 @@ STEP_S = 0.002
 class Gateway:
     live: LiveStack
     url: str
+    web: Process
 
     def client(self, tenant: str = "acme", **options: Any) -> OpenAI:
         key = options.pop("api_key", self.live.tenants[tenant].key)
@@ -56,7 +58,7 @@ def gateway(live: LiveStack) -> Iterator[Gateway]:
     web, url = pool.start_web(DATABASE_POOL_SIZE="4")
     worker = pool.start_worker("gateway-worker", step_s=STEP_S)
     accountant = pool.start_accountant()
-    yield Gateway(pool, url)
+    yield Gateway(pool, url, web)
     assert web.stop() == -signal.SIGTERM  # uvicorn raises it again once it has shut down
     for process in (worker, accountant):
         assert process.stop() == 0, process.log.read_text()
@@ -620,3 +622,34 @@ def test_a_call_of_a_tool(gateway: Gateway) -> None:
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert "".join(d.function.arguments or "" for d in deltas if d.function) == '{"a": "b"}'
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_the_work_for_a_schema_does_not_tell_that_another_tenant_sent_it(gateway: Gateway) -> None:
+    """Measured as time of the server's processor, which other work does not lengthen."""
+
+    def seconds(tenant: str, schema: dict[str, Any]) -> float:
+        began = gateway.web.cpu_s()
+        body = {
+            "model": FAKE_NAME,
+            "messages": say("{}"),
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            },
+        }
+        key = gateway.live.tenants[tenant].key
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{gateway.url}/v1/chat/completions"
+        assert httpx.post(url, json=body, headers=headers, timeout=30).status_code == 200
+        return gateway.web.cpu_s() - began
+
+    same = fresh = again = 0.0
+    for number in range(4):
+        theirs, mine = new_schema(60), new_schema(60)
+        seconds("acme", theirs)
+        again += seconds("acme", theirs)
+        for schema in ((theirs, mine), (mine, theirs))[number % 2]:
+            spent = seconds("globex", schema)
+            same, fresh = (same + spent, fresh) if schema is theirs else (same, fresh + spent)
+    assert again < 0.7 * same, "a tenant's own is kept"
+    assert 0.7 < same / fresh < 1.4

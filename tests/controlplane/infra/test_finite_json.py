@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_a_line_of_a_batch_is_refused_as_the_live_api_does(number: str) -> None:
     fields = {"custom_id": "a", "method": "POST", "url": ChatBody.endpoint, "body": body}
     line = parse_line(1, written(fields, number), ChatBody.endpoint)
     with pytest.raises(InvalidRequest) as caught:
-        parse_request(line, ChatBody.endpoint)
+        parse_request(line, ChatBody.endpoint, uuid.uuid4())
     assert caught.value.param == f"response_format.json_schema.schema.{MINIMUM}"
 
 

@@ -20,7 +20,8 @@ from controlplane.requestlog import sealing
 from controlplane.requestlog.models import LogPolicy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_services, keys, pepper_change
-from controlplane.tenants.models import ApiKey
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import ApiKey, Role
 from controlplane.webhooks import signing
 from controlplane.webhooks.models import WebhookEndpoint
 from tests.controlplane.conftest import Party, as_key, make_operator
@@ -130,7 +131,10 @@ def test_second_factors_and_stored_words_move_at_once(settings: Any, acme: Party
             "old_sealed_secret": signing.seal("whsec_1"),
         }
         WebhookEndpoint.objects.create(url="https://example.com/", **hook)
-        made = judge.judge_set(name="strict", url="https://8.8.8.8/v1", model="m", api_key="sk-1")
+        by = Principal(tenant=acme.tenant, role=Role.OWNER, user=acme.owner)
+        made = judge.judge_set(
+            name="strict", url="https://8.8.8.8/v1", model="m", by=by, api_key="sk-1"
+        )
     sealed = sealing.seal({"text": "words"}, bytes(policy.wrapped_key))
     factor = TOTP(Authenticator.objects.get(user=operator))
     secret = factor.instance.data["secret"]

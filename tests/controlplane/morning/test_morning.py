@@ -10,10 +10,12 @@ from urllib.parse import urlencode
 import pytest
 from django.utils import timezone
 
-from controlplane.evaluations.models import Evaluation, GateDecision
+from controlplane.evaluations.models import Evaluation, GateDecision, SuiteVersion
 from controlplane.morning import report, telling
 from controlplane.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import Role
 from controlplane.training import history, schedules, services
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 from controlplane.webhooks import fan_out, mails
@@ -79,10 +81,24 @@ def test_the_page_shows_it_to_a_viewer(night: Night, scope: Party) -> None:
         assert browser_of(scope.viewer).get(f"/console/morning?{odd}").status_code == 200
 
 
+def reader(party: Party) -> Principal:
+    return Principal(tenant=party.tenant, role=Role.VIEWER, user=party.viewer)
+
+
+def test_words_of_requests_are_for_who_may_read_them(night: Night, scope: Party) -> None:
+    night()
+    SuiteVersion.objects.update(has_requests=True)
+    for user, is_shown in ((scope.viewer, False), (scope.owner, True)):
+        page = browser_of(user).get("/console/morning").content.decode()
+        [entry] = as_user(user).get(MORNING).json()["data"]
+        assert ("What is 2?" in page, bool(entry["comparison"]["changed"])) == (is_shown, is_shown)
+        assert "It is worse: the mean score" in page and entry["comparison"]["num_worse"]
+
+
 def test_nothing_of_a_night_crosses_tenants(night: Night, scope: Party, globex: Party) -> None:
     night()
     with tenant_scope(globex.tenant.id):
-        assert report.morning_of().entries == ()
+        assert report.morning_of(by=reader(globex)).entries == ()
     told = as_key(globex).get(MORNING)
     assert told.json()["data"] == [] and b"invoices" not in told.content
     assert_error(as_key(globex).get(f"{MORNING}?adapter=invoices"), 404)
@@ -184,7 +200,7 @@ def test_a_night_of_nothing_new_is_not_told(scope: Party, gated: Any) -> None:
     ScheduleRun.objects.all().delete()
     assert schedules.schedules_fire(schedule.next_run_at) == 0
     assert telling.mornings_tell(timezone.now() + 13 * HOUR) == 0
-    [entry] = report.morning_of(schedule.next_run_at).entries
+    [entry] = report.morning_of(schedule.next_run_at, by=reader(scope)).entries
     assert (entry.row.state, entry.row.reason, entry.run) == ("skipped", "unchanged", None)
     page = browser_of(scope.owner).get("/console/adapters/invoices/schedule").content.decode()
     assert "nothing is new since the last run that succeeded" in page
@@ -202,7 +218,10 @@ def test_failed_and_missed_come_first(night: Night, scope: Party) -> None:
     row = schedules.schedule_run_now(schedule)
     TrainingRun.objects.filter(pk=row.training_run_id).update(status="failed", error="line 3")
     history.slots_conclude()
-    assert [entry.adapter for entry in report.morning_of().entries] == ["other", "invoices"]
+    assert [entry.adapter for entry in report.morning_of(by=reader(scope)).entries] == [
+        "other",
+        "invoices",
+    ]
     page = browser_of(scope.owner).get("/console/morning").content.decode()
     assert page.index("line 3") < page.index("It is worse")
     Schedule.objects.update(next_run_at=timezone.now() + 20 * HOUR)

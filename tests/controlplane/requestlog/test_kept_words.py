@@ -215,3 +215,23 @@ def test_a_captured_request_is_rated_and_corrected(site: Site) -> None:
     assert refused["param"] == "corrected_answer"
     listed = site.management("captured-requests?only=corrected")
     assert [row["id"] for row in listed.json()["data"]] == [request_id]
+
+
+def test_a_choice_holds_at_once_in_every_process(site: Site) -> None:
+    """The gateway runs already, and another process makes the choice."""
+    before = site.chat("said before", tenant="globex")
+
+    def written() -> set[str]:
+        """Return whose words are stored, once those of all requests so far were written."""
+        last = site.chat("of acme").headers["x-request-id"]
+        wait_for(lambda: last in site.stored(), timeout_s=60, what="the words of acme")
+        return site.stored() | site.stored("capturedrequest")
+
+    assert before.headers["x-request-id"] not in written()
+    site.choose("all", "globex-adapter", tenant="globex")
+    first = site.chat("said first", tenant="globex").headers["x-request-id"]
+    wait_for(lambda: first in site.stored(), timeout_s=60, what="the words")
+    wait_for(lambda: first in site.stored("capturedrequest"), timeout_s=60, what="the row")
+    site.choose("off", tenant="globex")
+    after = site.chat("said after", tenant="globex")
+    assert after.headers["x-request-id"] not in written()

@@ -120,13 +120,51 @@ async def test_an_answer_nobody_waited_for_is_stored_as_far_as_it_came(store: St
     ]
 
 
-async def test_who_wants_nothing_costs_nothing(store: Store) -> None:
+async def test_a_choice_holds_at_once(store: Store) -> None:
+    """Requests that run when it is made, too; the gateway need not have read it before."""
+    store.choices = {}
     recorder = Recorder()
     with running(recorder):
         await until(lambda: recorder._choices is not None)
-    assert recorder.open(make_job()) is not None
-    assert recorder.open(make_job(store=False)) is None
-    assert recorder.open(make_job(tenant_id=str(uuid.uuid4()))) is None
+        reply = Reply(make_job(), recorder.open(make_job()))
+        store.choices = {TENANT: "all"}
+        reply.push(event(0, "a", finish_reason="stop", usage=Usage()))
+        await until(lambda: store.kept)
+    assert recorder._choices == {}, "it was read meanwhile: the test shows nothing"
+
+
+async def test_of_who_wants_nothing_nothing_waits_while_the_database_is_away(store: Store) -> None:
+    stranger = str(uuid.uuid4())
+    store.failures = [OperationalError("away")] * 1000
+    recorder = Recorder()
+    with running(recorder):
+        await until(lambda: recorder._choices is not None)
+        recorder.open(make_job("req_1")).end("stop")
+        await until(lambda: recorder._is_away)
+        recorder.open(make_job("req_2", tenant_id=stranger)).end("stop")
+        recorder.open(make_job("req_3", store=False)).end("stop")
+        recorder.open(make_job("req_4")).end("stop")
+        store.failures.clear()
+        await until(lambda: len(store.kept) == 2)
+        recorder.open(make_job("req_5", tenant_id=stranger)).end("stop")
+        await until(lambda: len(store.kept) == 3)  # the write decides, with the choice of then
+    assert [words.request_id for words in store.kept] == ["req_1", "req_4", "req_5"]
+
+
+async def test_what_nobody_wants_takes_no_room_from_what_is_wanted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED_CHARS", 40)
+    recorder = Recorder()
+    with running(recorder):
+        await until(lambda: recorder._choices is not None)
+    for number in range(5):
+        fields = {"tenant_id": str(uuid.uuid4()), "text": "0123456789"}
+        recorder.open(make_job(f"req_{number}", **fields)).end("stop")
+    for number in range(5, 8):
+        recorder.open(make_job(f"req_{number}", text="abcdef")).end("stop")
+    await recorder.close()
+    assert [words.request_id for words in store.kept] == [f"req_{n}" for n in (0, 1, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +182,6 @@ async def test_what_is_too_long_is_cut(
     monkeypatch.setattr(module, "MAX_CHARS", 10)
     recorder = Recorder()
     transcript = recorder.open(make_job(**fields))
-    assert transcript is not None
     transcript.add(event(0, "12345678"))
     transcript.add(event(1, "90ab"))
     transcript.end("stop")
@@ -159,9 +196,7 @@ async def test_words_wait_while_the_database_is_away(store: Store) -> None:
     store.failures = [OperationalError("away"), OperationalError("still away")]
     with running(recorder):
         for name in ("req_1", "bad", "req_2"):
-            transcript = recorder.open(make_job(name))
-            assert transcript is not None
-            transcript.end("stop")
+            recorder.open(make_job(name)).end("stop")
         await until(lambda: len(store.kept) == 2)
     assert [words.request_id for words in store.kept] == ["req_1", "req_2"]
     assert recorder._num_chars == 0
@@ -173,9 +208,7 @@ async def test_no_more_wait_than_there_is_room_for(
     monkeypatch.setattr(module, "MAX_QUEUED_CHARS", 25)
     recorder = Recorder()
     for number in range(5):
-        transcript = recorder.open(make_job(f"req_{number}", text="0123456789"))
-        assert transcript is not None
-        transcript.end("stop")
+        recorder.open(make_job(f"req_{number}", text="0123456789")).end("stop")
     await recorder.close()
     assert [words.request_id for words in store.kept] == ["req_0", "req_1"]
 
@@ -214,9 +247,7 @@ async def test_refusals_that_can_never_be_counted_hold_no_words_up(
     recorder.refuse(TENANT, "/v1/completions", 429, "rate_limit_exceeded")
     with running(recorder):
         await until(lambda: len(attempts) > 1)
-        transcript = recorder.open(make_job())
-        assert transcript is not None
-        transcript.end("stop")
+        recorder.open(make_job()).end("stop")
         await until(lambda: store.kept)
     assert [list(counts.values()) for counts in attempts[:2]] == [[1], [1]]
 
@@ -229,9 +260,7 @@ async def test_words_that_cannot_be_stored_hold_no_counts_up(
     monkeypatch.setattr(module, "REFUSALS_INTERVAL_S", 0.0)
     store.failures = [OperationalError("no room for words")] * 1000
     recorder = Recorder()
-    transcript = recorder.open(make_job())
-    assert transcript is not None
-    transcript.end("stop")
+    recorder.open(make_job()).end("stop")
     with running(recorder):
         await until(lambda: len(store.failures) < 1000)
         recorder.refuse(TENANT, "/v1/completions", 429, "rate_limit_exceeded")

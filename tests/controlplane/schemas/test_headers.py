@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.messages import make_job
 
 def headers_of(schema: object = None, **fields: Any) -> dict[str, str]:
     json_schema = None if schema is None else json.dumps(schema)
-    return schema_headers(make_job(json_schema=json_schema, **fields))
+    return schema_headers(make_job(tenant_id=str(uuid.uuid4()), json_schema=json_schema, **fields))
 
 
 @pytest.mark.parametrize("name", ["plain", "a\r\nSet-Cookie: x=1", "a\x00", "\x7f", "é\u2028", " "])

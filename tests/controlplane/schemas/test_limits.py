@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 import pytest
 
 from controlplane.schemas import BadSchema, plan
 from controlplane.schemas.limits import MAX_DEPTH, MAX_JSON_DEPTH
+from controlplane.tenancy.scoping import tenant_scope
 
 ROOT = {"$ref": "#"}
 NODE = {"$ref": "#/$defs/node"}
@@ -126,7 +128,8 @@ def test_a_large_schema_is_planned_soon() -> None:
 def test_a_schema_is_read_once() -> None:
     """When the body is checked, when the job is made and for the answer's headers."""
     properties = {f"once{i}": {"type": "string"} for i in range(400)}
-    plan({"properties": properties})
-    started = time.process_time()
-    plan({"properties": properties})
+    with tenant_scope(uuid.uuid4()):
+        plan({"properties": properties})
+        started = time.process_time()
+        plan({"properties": properties})
     assert time.process_time() - started < 0.02

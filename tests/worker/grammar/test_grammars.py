@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from tests.tiny_base import write_tiny_base
 from worker.errors import Refused
 from worker.grammar import sandbox_process as sandbox_module
 from worker.grammar import service as grammars_module
+from worker.grammar.answer_check import set_up
 from worker.grammar.sandbox_process import Done, SandboxLost, SandboxProcess
 from worker.grammar.service import GrammarService
 
@@ -102,6 +104,26 @@ async def test_what_one_tenant_compiled_is_new_to_another(
     await grammars.admit(add("b", regex="x"))
     await grammars.admit(add("c", regex="x"))
     assert tried == ["x"] * 3
+
+
+def test_the_check_of_an_answer_keeps_nothing_of_it() -> None:
+    """One process checks all tenants' answers: the next one may be another tenant's."""
+    check = set_up()
+    first: list[float] = []
+    again: list[float] = []
+    for number in range(5):
+        names = [f"{'abcdefgh' * 3}{number}x{n}" for n in range(20)]
+        properties = {name: {"pattern": f"^{name}[0-9]{{1,60}}$"} for name in names}
+        schema = json.dumps({"properties": properties, "additionalProperties": {"format": "regex"}})
+        answer = json.dumps({name: f"{name}1" for name in names} | {"said": f"{names[0]}?"})
+        for times in (first, again):
+            began = time.thread_time()
+            assert check(schema, answer) is None
+            times.append(time.thread_time() - began)
+    assert min(again) > 0.6 * min(first)
+    check(SMALL, "3")
+    kept = str([*re._cache, *getattr(re, "_cache2", ())])  # type: ignore[attr-defined]
+    assert "abcdefgh" not in kept
 
 
 async def test_tenants_take_turns(
