@@ -237,7 +237,7 @@ class AdapterVersion(TenantModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.adapter_id}@{self.number}"
+        return f"{self.adapter.name}@{self.number}"
 
     def move(self, before: Status, after: Status, **fields: Any) -> bool:
         """Change the status and `fields` by compare-and-set. -> whether this call did it."""

@@ -9,9 +9,12 @@ from django import forms
 from contract.training import BOUNDS
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
+from controlplane.errors import InvalidRequest
 from controlplane.tenants.models import slug_validator
+from controlplane.training import sources
 from controlplane.training.cron import timezones
 from controlplane.training.models import Dataset, Schedule
+from controlplane.training.schedule_rules import window_of
 
 
 class DatasetForm(forms.Form):
@@ -191,6 +194,22 @@ class ScheduleForm(forms.Form):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         choices(self, "dataset").queryset = Dataset.objects.order_by("name")
+
+    def clean(self) -> dict[str, Any]:
+        """Check all that the service checks one by one, so that all faults are told at once."""
+        data = self.cleaned_data
+        zone = data.get("timezone", "UTC")
+        try:
+            sources.next_slot("", zone)
+        except InvalidRequest as error:
+            self.add_error("timezone", error.message)
+            zone = "UTC"
+        for name, check in (("cron", sources.next_slot), ("window", window_of)):
+            try:
+                check(data.get(name, ""), zone)
+            except InvalidRequest as error:
+                self.add_error(name, error.message)
+        return data
 
     def rules(self) -> dict[str, Any]:
         """Return the rules as the service takes them."""

@@ -61,6 +61,10 @@ def style(request: HttpRequest) -> str:
     return static("operator/pages.css")
 
 
+def script(request: HttpRequest) -> str:
+    return static("operator/names.js")
+
+
 def navigation(request: HttpRequest) -> list[dict[str, Any]]:
     """Return the menu in unfold's format."""
     return [

@@ -111,7 +111,7 @@ class Membership(TenantModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.user_id} {self.role}"
+        return f"{self.user.email} in {self.tenant.slug}"
 
 
 class ServiceAccount(TenantModel):

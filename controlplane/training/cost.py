@@ -13,11 +13,15 @@ from controlplane.training.models import Dataset
 class Cost:
     """A training's length.
 
+    rows         that it trains on
+    is_rounded   whether the rows kept back are counted by their share alone, not one by one
     most_tokens  that it reads, if every row has the longest length
     tokens       that it reads; None: the dataset has no report for the base model yet
     seconds      at the speed of recent runs; None: without tokens, or without such runs
     """
 
+    rows: int
+    is_rounded: bool
     steps: int
     most_tokens: int
     tokens: int | None
@@ -27,19 +31,27 @@ class Cost:
 def run_cost(dataset: Dataset, hyperparameters: dict[str, Any], base_model: str) -> Cost:
     """Return what a run over a dataset takes. Raises InvalidRequest when it would be too long.
 
-    hyperparameters  checked ones; rows that are kept back to validate with count as trained on
+    hyperparameters  checked ones; they are admitted as if no row were kept back to validate with
     """
     size.check_rows(dataset.num_rows)
     size.check(hyperparameters, dataset.num_rows)
-    steps = size.num_steps(hyperparameters, dataset.num_rows)
-    most = size.most_tokens(hyperparameters, dataset.num_rows)
+    share = hyperparameters.get("validation_share") or 0
+    rows = dataset.num_rows - round(dataset.num_rows * share)
+    steps = size.num_steps(hyperparameters, rows)
+    most = size.most_tokens(hyperparameters, rows)
     counts = reports.report_of(dataset)["bases"].get(base_model)
     tokens = seconds = None
     if counts is not None:
-        a_pass = size.num_steps(
-            hyperparameters | {"epochs": 1, "max_steps": None}, dataset.num_rows
-        )
-        tokens = min(most, round(counts["tokens"] * steps / a_pass))
+        a_pass = size.num_steps(hyperparameters | {"epochs": 1, "max_steps": None}, rows)
+        of_rows = counts["tokens"] * rows / dataset.num_rows
+        tokens = min(most, round(of_rows * steps / a_pass))
         if counts["tokens_per_s"]:
             seconds = tokens / counts["tokens_per_s"]
-    return Cost(steps=steps, most_tokens=most, tokens=tokens, seconds=seconds)
+    return Cost(
+        rows=rows,
+        is_rounded=bool(share),
+        steps=steps,
+        most_tokens=most,
+        tokens=tokens,
+        seconds=seconds,
+    )

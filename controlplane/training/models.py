@@ -117,7 +117,7 @@ class DatasetVersion(TenantModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.dataset_id} @{self.number}"
+        return f"{self.dataset.name}@{self.number}"
 
 
 class DatasetSource(TenantModel):
@@ -283,7 +283,7 @@ class TrainingRun(PublicIdModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.id} {self.status}"
+        return f"{self.adapter.name}, {self.created_at:%Y-%m-%d %H:%M}"
 
 
 class TrainingEvent(PublicIdModel):
@@ -375,7 +375,7 @@ class Schedule(TenantModel):
     not_before = models.DateTimeField(null=True)
 
     def __str__(self) -> str:
-        return f"{self.cron} {self.timezone}"
+        return f"{self.adapter.name}, {self.cron} {self.timezone}"
 
 
 class ScheduleRun(TenantModel):

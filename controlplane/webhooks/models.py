@@ -114,4 +114,4 @@ class EventMail(TenantModel):
         ]
 
     def __str__(self) -> str:
-        return f"{self.event_id} to {self.user_id}"
+        return f"{self.event} to {self.user.email}"

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -31,6 +32,8 @@ from tests.short_base import short_base
 
 ROOT = Path(__file__).parent.parent.parent
 EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
+#: Owns the tenant of `walked_pages`.
+WALKER = "owner@walk.example"
 #: The first has no window, and uses a third of the processor time.
 CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser")
 CHROMIUM_FLAGS = [
@@ -130,6 +133,19 @@ def site(
         for process in processes:
             process.stop()
         running.commands.close()
+
+
+@pytest.fixture(scope="session")
+def walked_pages(site: Site) -> list[str]:
+    """Pages of the tenant walk that name something, with long contents."""
+    site.manage("tenant_create", "--slug=walk", "--name=Walk")
+    owner = ("member_add", "--tenant=walk", f"--email={WALKER}", "--role=owner")
+    site.manage(*owner, "--password-stdin", text=PASSWORD + "\n")
+    argv = [sys.executable, "-m", "tests.browser.console_seed"]
+    told = subprocess.run(
+        argv, cwd=ROOT, env=dict(site.env), check=True, stdout=subprocess.PIPE, text=True
+    )
+    return [line for line in told.stdout.splitlines() if re.match(r"[a-z]+/", line)]
 
 
 def _own_databases(env: dict[str, str]) -> dict[str, str]:

@@ -91,6 +91,17 @@ def test_failed_action_is_told(page: Page) -> None:
     expect(window.get_by_role("alert")).to_contain_text("the console answered 500")
 
 
+def test_the_focus_stays_where_the_work_is(page: Page) -> None:
+    page.goto("/console/audit")
+    page.get_by_role("button", name="Verify the chain").press("Enter")
+    expect(page.get_by_role("heading", name="The chain is intact")).to_be_visible()
+    expect(page.get_by_role("button", name="Verify the chain")).to_be_focused()
+    page.goto("/console/members")
+    page.get_by_label("E-mail address").fill("owner@acme.example")
+    page.get_by_role("button", name="Invite").press("Enter")
+    expect(page.get_by_label("E-mail address")).to_be_focused()
+
+
 def api_status(site: Site, key: str) -> int:
     """How the API answers to a key."""
     request = urllib.request.Request(
@@ -109,6 +120,7 @@ def test_key_is_shown_once_and_revoked(page: Page, site: Site) -> None:
     page.get_by_role("button", name="Create key").click()
     shown = page.locator("#new-key")
     expect(shown).to_have_text(re.compile(KEY_REGEX.replace(r"\b", "")))
+    expect(page.get_by_role("button", name="Copy")).to_be_focused()
     key = shown.inner_text()
     assert api_status(site, key) == 200
 

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, StorageState, expect
 from demo.processes import ChildProcess, Command
 from tests.browser.conftest import PASSWORD, ROOT, Site, sign_in, window
 from tests.browser.test_sign_in import confirm_password, totp
+from tests.browser.walk import RAW_FLOAT, UUID, faults_of, operator_pages
 from tests.fakes import FAKE_NAME, write_fake_base
 
 pytestmark = pytest.mark.browser
@@ -163,6 +164,20 @@ def test_an_adapter_is_released(operator: Page) -> None:
     operator.get_by_role("button", name="Release it").click()
     expect(operator.get_by_text("is served again")).to_be_visible()
     expect(operator.get_by_text("No adapter is quarantined")).to_be_visible()
+
+
+@pytest.mark.timeout(1200)
+def test_no_page_of_the_operator_has_a_fault(
+    operator: Page, site: Site, walked_pages: list[str]
+) -> None:
+    faults: list[str] = []
+    for path in operator_pages(operator, site.base_url):
+        faults += faults_of(operator)
+        text = operator.locator("body").inner_text()
+        faults += [f"{path}: raw {number}" for number in RAW_FLOAT.findall(text)]
+        titles = [operator.title(), *operator.locator("h1, h2, tbody th").all_inner_texts()]
+        faults += [f"{path}: named by id: {title}" for title in titles if UUID.search(title)]
+    assert faults == []
 
 
 def test_a_tenants_owner_is_kept_out(

@@ -108,6 +108,15 @@ def held(browser: Browser, site: Site, adapters: list[Path], owners_cookies: obj
     return "support"
 
 
+#: Visible parts of a column that are drawn over the part before them.
+OVERLAPS = """[...document.querySelectorAll('.try')].flatMap(column => {
+    const parts = [...column.children].filter(part => part.offsetParent);
+    const box = part => part.getBoundingClientRect();
+    return parts.filter((part, i) => i && box(part).top < box(parts[i - 1]).bottom)
+        .map(part => part.className);
+})"""
+
+
 def ask(page: Page, text: str) -> None:
     page.get_by_label("Prompt", exact=True).fill(text)
     page.get_by_label("Temperature").fill("0")
@@ -147,6 +156,7 @@ def test_compare_with_live_make_live_and_roll_back(page: Page, held: str) -> Non
         assert figure(column, "reason") == "length"
         assert re.fullmatch(r"[\d,.]+ m?s", figure(column, "first"))
         assert float(figure(column, "speed").replace(",", "")) > 0
+    assert page.evaluate(OVERLAPS) == []
     first, second = columns(page).all()
     assert plain(first) != plain(second) != ""
     expect(second.locator("ins").first).to_contain_text("[inserted:")
@@ -161,6 +171,22 @@ def test_compare_with_live_make_live_and_roll_back(page: Page, held: str) -> Non
     expect(page.get_by_text("it answers better")).to_be_visible()
     page.get_by_role("button", name="Roll back to version 1").click()
     expect(page.get_by_text("Version 1 is live again.")).to_be_visible()
+
+
+def test_a_difference_is_told_in_words_that_there_are(page: Page) -> None:
+    page.goto("/console/playground")
+    told = """([counts, isSame]) => import("/static/console/playground/diff.js")
+        .then(({ told }) => told(counts, isSame))"""
+
+    def sentence(inserted: int, deleted: int, is_same: bool = False) -> str:
+        counts = {"inserted": inserted, "deleted": deleted}
+        return str(page.evaluate(told, [counts, is_same]))
+
+    assert sentence(0, 0, is_same=True) == "The same text as model 1."
+    assert sentence(0, 0) == "The same words as model 1; spaces or punctuation differ."
+    assert sentence(0, 1) == "Compared with model 1: 1 word deleted (struck through)."
+    both = "2 words inserted (underlined), 3 words deleted (struck through)"
+    assert sentence(2, 3) == f"Compared with model 1: {both}."
 
 
 def test_an_answer_becomes_a_case_of_a_suite(page: Page, base: Path) -> None:

@@ -56,6 +56,15 @@ def stranger(browser: Browser, site: Site) -> Iterator[Page]:
         yield opened
 
 
+def test_passkeys_are_offered_only_where_they_work(browser: Browser, site: Site) -> None:
+    for url, works in ((site.base_url, False), (site.named_url, True)):
+        with window(browser, url) as page:
+            page.goto("/console/sign-in")
+            button = page.get_by_role("button", name="Use a passkey")
+            expect(button).to_be_visible(visible=works)
+            expect(page.get_by_text("Passkeys need https")).to_be_visible(visible=not works)
+
+
 @pytest.mark.timeout(400)
 def test_app_and_recovery_codes(stranger: Page, site: Site) -> None:
     page, email = stranger, site.add_person("totp")

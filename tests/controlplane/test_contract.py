@@ -26,7 +26,7 @@ from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Role, ServiceAccount
 from controlplane.tenants.permissions import Permission
 from tests.controlplane.conftest import Party
-from tests.controlplane.management.test_openapi import COMMITTED, make_named
+from tests.controlplane.management.test_openapi import DOCUMENT, make_named
 
 #: Of each operation and mode.
 NUM_EXAMPLES = [pytest.param(4), pytest.param(60, marks=pytest.mark.long)]
@@ -44,7 +44,7 @@ def _lines(context: Any, value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode(errors="replace")
 
 
-SCHEMA = schemathesis.openapi.from_dict(COMMITTED)
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 SCHEMA.app = get_wsgi_application()
 OPERATIONS = {
     f"{operation.method} {operation.path}": operation

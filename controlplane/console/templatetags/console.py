@@ -116,6 +116,14 @@ def breakable(code: str) -> SafeString:
 
 
 @register.filter
+def who(row: Any) -> str:
+    """Return who caused a row; a task or a command, whose names are internal, is the platform."""
+    if row.actor_type == "system":
+        return "the platform"
+    return row.actor_name or getattr(row, "actor_id", "") or "somebody who was not signed in"
+
+
+@register.filter
 def get(mapping: dict[Any, Any], key: Any) -> Any:
     """Return mapping[key], or None."""
     return mapping.get(key)

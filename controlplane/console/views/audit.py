@@ -58,7 +58,9 @@ def _matching(rows: QuerySet[AuditEvent], wanted: dict[str, Any]) -> QuerySet[Au
     if action := wanted["action"]:
         rows = rows.filter(action__startswith=action)
     if actor := wanted["actor"]:
-        rows = rows.filter(Q(actor_name__icontains=actor) | Q(actor_id=actor))
+        is_platform = actor.casefold() == "the platform"  # as the page calls it
+        system = Q(actor_type=AuditEvent.ActorType.SYSTEM) if is_platform else Q()
+        rows = rows.filter(system or Q(actor_name__icontains=actor) | Q(actor_id=actor))
     if resource := wanted["resource_id"]:
         rows = rows.filter(resource_id=resource)
     if isinstance(since := wanted["since"], dt.date):

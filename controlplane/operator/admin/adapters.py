@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from django import forms
 from django.contrib import admin
 from django.http import HttpRequest
-from django.utils.html import format_html, format_html_join
+from django.utils.html import format_html_join
 
 from contract.base_shape import BaseShape
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin
+from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin, display, json_text
 from controlplane.operator.admin.lists import TENANT
 
 #: Other names of a base model.
@@ -52,7 +51,11 @@ class BaseModelAdmin(AuditedAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: BaseModel | None = None) -> Any:
         # Adapters were checked against these fields; another revision is another base model.
-        return ("name", "revision", "config", "created_at") if obj else ("created_at",)
+        shown = ("name", "revision", display("config", json_text), "created_at")
+        return shown if obj else ("created_at",)
+
+    def get_exclude(self, request: HttpRequest, obj: BaseModel | None = None) -> Any:
+        return ("config",) if obj else None
 
     @admin.display(description="Revision")
     def short_revision(self, base_model: BaseModel) -> str:
@@ -90,7 +93,7 @@ class AdapterVersionAdmin(ReadOnlyAdmin):
         "digest",
         "num_bytes",
         "max_rank",
-        "found",
+        "report",
         "created_by",
         "created_at",
         "ready_at",
@@ -100,7 +103,3 @@ class AdapterVersionAdmin(ReadOnlyAdmin):
     def why_rejected(self, version: AdapterVersion) -> str:
         reasons = ((reason.get("field"), reason.get("message")) for reason in version.reasons)
         return format_html_join("\n", "<p><code>{}</code> {}</p>", reasons) or "–"
-
-    @admin.display(description="Facts from the check")
-    def found(self, version: AdapterVersion) -> str:
-        return format_html("<pre>{}</pre>", json.dumps(version.report, indent=2))

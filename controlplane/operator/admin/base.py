@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from django.contrib import admin
 from django.db import models, transaction
 from django.http import HttpRequest
+from django.utils.html import format_html
+from django.utils.text import capfirst
 from unfold.admin import ModelAdmin
 
 from controlplane.audit.services import record
@@ -54,6 +59,20 @@ class AuditedAdmin(BoundedList, ModelAdmin):
 class ReadOnlyAdmin(BoundedList, ModelAdmin):
     """Rows that the platform writes: operators can read them and run actions on them."""
 
+    def get_list_display(self, request: HttpRequest) -> Sequence[Any]:
+        return [self._legible(name) for name in super().get_list_display(request)]
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Sequence[Any]:
+        return [self._legible(name) for name in super().get_fields(request, obj)]
+
+    def _legible(self, name: Any) -> Any:
+        """Return a display that rounds the field's numbers, if it has floats; else its name."""
+        fields = {field.name: field for field in self.model._meta.fields}
+        for kind, text in ((models.FloatField, float_text), (models.JSONField, json_text)):
+            if isinstance(fields.get(name), kind):
+                return display(name, text)
+        return name
+
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
 
@@ -62,3 +81,32 @@ class ReadOnlyAdmin(BoundedList, ModelAdmin):
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+
+@functools.cache
+def display(name: str, text: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return a column, or a field of a page, that shows a model's field as `text` writes it."""
+
+    @admin.display(description=capfirst(name.replace("_", " ")))
+    def show(row: Any) -> str:
+        value = getattr(row, name)
+        return "-" if value is None else text(value)
+
+    return show
+
+
+def float_text(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+def json_text(value: Any) -> str:
+    """Return JSON as HTML, its floats with four significant digits."""
+    return format_html("<pre>{}</pre>", json.dumps(_shortened(value), indent=2, ensure_ascii=False))
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: _shortened(each) for name, each in value.items()}
+    return [_shortened(each) for each in value] if isinstance(value, list) else value

@@ -44,6 +44,10 @@ class MembershipInline(TabularInline):
     per_page = 20
     ordering = ("pk",)
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Membership]:
+        rows: QuerySet[Membership] = super().get_queryset(request)
+        return rows.select_related("user", "tenant")  # each row is titled by both
+
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
         """Name the field for screen readers: the label is only in the table's header."""
         field = super().formfield_for_dbfield(db_field, request, **kwargs)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 from django.contrib import admin
-from django.utils.html import format_html
 
 from controlplane.operator.admin.base import ReadOnlyAdmin
 from controlplane.operator.admin.lists import TENANT
@@ -23,7 +20,7 @@ class DatasetAdmin(ReadOnlyAdmin):
 
 @admin.register(TrainingRun)
 class TrainingRunAdmin(ReadOnlyAdmin):
-    list_display = ("id", "tenant", "adapter", "status", "created_at", "finished_at")
+    list_display = ("created_at", "tenant", "adapter", "status", "finished_at")
     list_filter = ("status", TENANT)
     search_name = "adapter__name"
     search_help_text = "A tenant, or tenant/adapter"
@@ -35,7 +32,7 @@ class TrainingRunAdmin(ReadOnlyAdmin):
         "dataset_sha256",
         "status",
         "error",
-        "last_progress",
+        "progress",
         "hyperparameters",
         "version",
         "created_by",
@@ -43,10 +40,6 @@ class TrainingRunAdmin(ReadOnlyAdmin):
         "started_at",
         "finished_at",
     )
-
-    @admin.display(description="Progress")
-    def last_progress(self, run: TrainingRun) -> str:
-        return format_html("<pre>{}</pre>", json.dumps(run.progress, indent=2))
 
 
 @admin.register(Schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 from django.db import connection
@@ -38,6 +39,26 @@ def test_filters(acme: Party, globex: Party) -> None:
     assert numbers(browser, "?actor=nobody-of-this-name") == []
     assert browser.get("/console/audit?since=soon").status_code == 200
     assert browser.get("/console/audit?before=²&action=%00").status_code == 200
+
+
+def test_tasks_and_commands_are_told_as_the_platform(acme: Party) -> None:
+    names = ("task controlplane.training.tasks.schedules_fire", "__main__.py -A")
+    for name in names:
+        with (
+            tenant_scope(acme.tenant.id),
+            patch("controlplane.audit.origin._program", return_value=name),
+        ):
+            api_key_create(name="made by itself")
+    browser = browser_of(acme.owner)
+    page = browser.get("/console/audit").content.decode()
+    who = re.findall(r'<td class="wrap">(.*?)</td>', page.replace("<wbr>", ""), re.DOTALL)[::2]
+    assert "the platform" in who[0]
+    assert not any(word in each for each in who for word in ("task", "__main__", ".py"))
+    assert names[0] in page.replace("<wbr>", "")  # among the details
+    with tenant_scope(acme.tenant.id):
+        rows = AuditEvent.objects.filter(actor_type="system").order_by("-seq")
+        system = list(rows.values_list("seq", flat=True))
+    assert numbers(browser, "?actor=The+platform") == system
 
 
 def test_pages(acme: Party, monkeypatch: pytest.MonkeyPatch) -> None:

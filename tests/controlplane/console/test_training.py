@@ -135,6 +135,14 @@ def test_bad_schedule_says_why_beside_the_field(
     assert f'id="id_{field}_error"'.encode() in answer.content
 
 
+def test_all_faults_of_a_schedule_are_told_at_once(acme: Party, belongings: Belongings) -> None:
+    wrong = {"cron": "every night", "timezone": "Mars/Base", "window": "25", "grace_minutes": "0"}
+    answer = browser_of(acme.owner).post("/console/adapters/invoices/schedule", SCHEDULE | wrong)
+    assert answer.status_code == 422
+    page = answer.content.decode()
+    assert [field for field in wrong if f'id="id_{field}_error"' not in page] == []
+
+
 def test_stranger_neither_reads_nor_uses_the_dataset(
     acme: Party, globex: Party, belongings: Belongings
 ) -> None:
@@ -161,6 +169,11 @@ def test_the_form_says_what_a_run_takes_and_what_is_wrong_beside_its_field(
 
     assert "4 steps over at most 6,144 tokens." in cost()
     assert "2 checkpoints count" in cost()
+    # Rows that are kept to validate with are not trained on.
+    alone = {"gradient_accumulation": "1", "epochs": "6"}
+    assert "18 steps over at most" in cost(**alone)
+    half = cost(validation_share="0.5", **alone)
+    assert "About 6 steps over at most" in half and "of about 1 row:" in half
     # With a report, and runs whose speed is known.
     bases = {base_model.name: {"tokens": 100}}
     with tenant_scope(acme.tenant.id):

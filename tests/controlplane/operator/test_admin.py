@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -22,10 +23,12 @@ from allauth.mfa.totp.internal.auth import (
 from django.conf import settings
 from django.test import Client
 from django.urls import reverse
+from django.utils import timezone
 
 from contract import protocol
 from contract.protocol import Heartbeat
 from controlplane.adapters.models import BaseModel
+from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership, Tenant, User
@@ -121,6 +124,40 @@ def test_every_page_and_field_has_a_name(
         found.feed(answer.content.decode())
         assert len(found.title.strip()) > 5, page
         assert found.nameless == [], page
+
+
+def test_rows_are_titled_by_names_and_numbers_are_rounded(
+    operator: Client, acme: Party, belongings: Belongings
+) -> None:
+    with tenant_scope(acme.tenant.id):
+        member = Membership.objects.select_related("user", "tenant").first()
+        run = belongings.run
+        run.progress = {"loss": 1.23456789, "losses": [[1, 2.3456789]]}
+        run.save()
+        request = InferenceRequest.objects.create(
+            request_id="req_1",
+            model="invoices",
+            base_model="tiny",
+            worker_id="gpu-1",
+            finish_reason="stop",
+            accepted_at=timezone.now(),
+            total_ms=2065.87815284729,
+        )
+    assert member is not None
+    for name, pk, title in (
+        ("tenants_membership", member.pk, f"{member.user.email} in acme"),
+        ("adapters_adapterversion", belongings.ready.pk, "invoices@1"),
+        ("training_trainingrun", run.pk, f"invoices, {run.created_at:%Y-%m-%d %H:%M}"),
+        ("inference_inferencerequest", request.pk, "req_1"),
+    ):
+        page = operator.get(reverse(f"admin:{name}_change", args=[pk])).content.decode()
+        found = Names()
+        found.feed(page)
+        assert title in found.title
+        assert re.findall(r"\d\.\d{5,}", page) == [], name
+        rows = operator.get(reverse(f"admin:{name}_changelist")).content.decode()
+        assert str(pk) not in re.sub(r"<[^>]*>", "", rows), name
+        assert re.findall(r">[\d,]+\.\d{5,}", rows) == [], name
 
 
 @pytest.mark.parametrize("page", ["index", "workers", "tenants_tenant_changelist"])

@@ -26,11 +26,11 @@ from tests.controlplane.conftest import (
     assert_error,
     make_operator,
 )
-from tests.controlplane.management.test_openapi import COMMITTED, METHODS
+from tests.controlplane.management.test_openapi import DOCUMENT, METHODS
 
 OPERATIONS = [
     (method, path)
-    for path, item in COMMITTED["paths"].items()
+    for path, item in DOCUMENT["paths"].items()
     for method in METHODS
     if method in item and path.startswith("/ops/v1/")
 ]

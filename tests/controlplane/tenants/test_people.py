@@ -19,7 +19,7 @@ from controlplane.tenants import auth, key_services, people, services
 from controlplane.tenants.models import Invite, Membership, Role, User
 from controlplane.tenants.roles import PERMISSIONS
 from tests.controlplane.conftest import PASSWORD, Party, as_user, assert_error, make_party
-from tests.controlplane.management.test_openapi import COMMITTED
+from tests.controlplane.management.test_openapi import DOCUMENT
 
 INVITES, ACCOUNTS, MEMBERS = "/api/v1/invites", "/api/v1/service-accounts", "/api/v1/members"
 
@@ -200,7 +200,7 @@ class TestServiceAccounts:
 #: What each role may write, of what it may not read nothing is left out: every write is here.
 WRITES = [
     (method, path)
-    for path, item in COMMITTED["paths"].items()
+    for path, item in DOCUMENT["paths"].items()
     for method in ("put", "post", "patch", "delete")
     if method in item and path.startswith("/api/v1/")
 ]

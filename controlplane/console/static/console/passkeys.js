@@ -1,10 +1,23 @@
-// Shows why a passkey could not be used: allauth's script only logs it.
+// Hides what a browser cannot do at this address, and shows why a passkey could not be used: allauth's
+// script only logs it.
 
+const NEEDS = "Passkeys need https and a domain name. This page's address does not have both.";
 const REASONS = {
   NotAllowedError: "The passkey was not used: it was refused, or it took too long.",
   InvalidStateError: "This passkey is already added.",
-  SecurityError: "Passkeys need https and a domain name. This page's address does not have both.",
+  SecurityError: NEEDS,
 };
+
+// A number, in brackets or not, is no domain name.
+if (!window.PublicKeyCredential || /^[\d.]+$|^\[/.test(location.hostname)) {
+  for (const control of document.querySelectorAll("[data-passkey]")) {
+    control.hidden = true;
+    const note = document.createElement("p");
+    note.className = "muted small";
+    note.textContent = NEEDS;
+    control.after(note);
+  }
+}
 
 document.addEventListener("allauth.error", (event) => {
   event.preventDefault();

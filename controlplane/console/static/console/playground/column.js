@@ -1,7 +1,7 @@
 // One column: the models that it names, its answer as it streams, and what is told of it.
 
 import { LANGUAGES } from "./code.js";
-import { countWords, differences } from "./diff.js";
+import { countWords, differences, told } from "./diff.js";
 import { Refused, chunksOf, send } from "./stream.js";
 
 let lastNumber = 0;
@@ -245,8 +245,6 @@ export class Column {
       return mark;
     });
     answer.replaceChildren(...nodes);
-    changes.textContent = reference === this.text
-      ? "The same words as model 1."
-      : `Compared with model 1: ${counts.inserted} words inserted (underlined), ${counts.deleted} deleted (struck through).`;
+    changes.textContent = told(counts, reference === this.text);
   }
 }

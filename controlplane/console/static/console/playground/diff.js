@@ -79,3 +79,14 @@ function joined(steps) {
 export function countWords(text) {
   return words(text).filter((word) => /[\p{L}\p{N}]/u.test(word)).length;
 }
+
+// A sentence about the words that differ, of which there may be none: spaces and signs are no words.
+export function told({ inserted, deleted }, isSame) {
+  if (isSame) return "The same text as model 1.";
+  if (inserted + deleted === 0) return "The same words as model 1; spaces or punctuation differ.";
+  const words = (count) => `${count.toLocaleString("en")} ${count === 1 ? "word" : "words"}`;
+  const changes = [];
+  if (inserted) changes.push(`${words(inserted)} inserted (underlined)`);
+  if (deleted) changes.push(`${words(deleted)} deleted (struck through)`);
+  return `Compared with model 1: ${changes.join(", ")}.`;
+}
