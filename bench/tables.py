@@ -85,10 +85,14 @@ class Figures:
         return least / float(self.mixed["ms_step"] - base["ms_step"])
 
 
+def gpu(figures: Figures) -> str:
+    return str(figures.host["gpu"].removeprefix("NVIDIA "))
+
+
 def machine(figures: Figures) -> str:
     host = figures.host
     return (
-        f"one {host['gpu'].removeprefix('NVIDIA ')} (copy bandwidth {host['copy_tb_s']:.2f} TB/s, "
+        f"one {gpu(figures)} (copy bandwidth {host['copy_tb_s']:.2f} TB/s, "
         f"torch {host['torch'].split('+')[0]}, triton {host['triton']}, commit {host['commit']})"
     )
 
@@ -221,13 +225,22 @@ def many_table(figures: Figures) -> list[str]:
 
 def readme(figures: Figures) -> str:
     head = (
-        f"Llama-3.1-8B's shape in bf16 on {machine(figures)}: prompts of 32 tokens, 256 greedy "
-        "ones, adapters of rank 16 on all seven projections; ms a step of the whole engine. "
-        "vLLM's figures are of the same work on another card of this kind."
+        "Milliseconds a step of the whole engine: Llama-3.1-8B's shape in bf16 on one "
+        f"{gpu(figures)}, prompts of 32 tokens, adapters of rank 16 on all projections. vLLM ran "
+        "on another card of this kind."
     )
-    chosen = [*many_sentences(figures)[:1], *offline_sentences(figures), cpu_sentence(figures)]
+    few, many = figures.many["few"], figures.many["many"]
+    [*_, adapters] = VLLM
+    offline, theirs = figures.offline[adapters]["output_tok_s"], VLLM[adapters]
+    lines = [
+        f"{many['adapters']} registered adapters, S-LoRA's workload: {many['tok_s']:,} tokens/s, "
+        f"{many['tok_s'] / few['tok_s']:.1%} of that with 5.",
+        f"512 prompts at once, {adapters} adapters: {offline:,} tokens/s, "
+        f"{offline / theirs:.2f} × vLLM's {theirs:,}.",
+        cpu_sentence(figures),
+    ]
     table = decode_table(figures, CHOSEN)[:-1]
-    return "\n".join([textwrap.fill(head, WIDTH), "", *table, "", *bullets(chosen)])
+    return "\n".join([textwrap.fill(head, WIDTH), "", *table, "", *bullets(lines)])
 
 
 def bullets(lines: list[str]) -> list[str]:
