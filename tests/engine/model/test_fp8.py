@@ -123,7 +123,7 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("fp8-dynamic", "quant_method", "gptq"),
+        ("fp8-dynamic", "quant_method", "hqq"),
         ("fp8-dynamic", "quant_method", None),
         ("fp8-dynamic", "quant_method", ["fp8"]),
         ("fp8-dynamic", "fmt", "e5m2"),
@@ -132,7 +132,7 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
         ("fp8-dynamic", "activation_scheme", "sometimes"),
         ("fp8-dynamic", "ignored_layers", "lm_head"),
         ("fp8-dynamic", "new_field", True),
-        ("channel-token", "format", "pack-quantized"),
+        ("channel-token", "format", "int-quantized"),
         ("channel-token", "kv_cache_scheme", {"num_bits": 8}),
         ("channel-token", "ignore", ["re:("]),
         ("channel-token", "config_groups", {}),
