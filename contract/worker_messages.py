@@ -16,7 +16,7 @@ class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
     RESUME = "resume"  # end a drain whose requests still run
-    WAKE = "poke"  # there is something to pull; the word of older versions
+    WAKE = "poke"  # there is something to pull
     FORGET = "forget"  # an adapter was deleted: `digest`
     PREFETCH = "prefetch"  # have `adapter` in `tier` before a request needs it
     PIN_PREFIX = "pin_prefix"  # keep the KV of `system_prompt` with `adapters`, as `prefix`
@@ -88,7 +88,7 @@ class Heartbeat(Message):
     draining: bool = False
     loading: bool = False  # the engine is not ready, and nothing is pulled yet
     started_at: float = 0.0
-    controls: tuple[str, ...] = ()  # what it understands of `Control`; older workers do not say
+    controls: tuple[str, ...] = ()  # what it understands of `Control`
 
     def tier_of(self, digest: str) -> Tier:
         """Return the fastest tier in which this worker has an adapter."""
