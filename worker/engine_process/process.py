@@ -163,7 +163,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     if config.training is not None:
         loop.host = make_host(engine, loop, config)
     # Keep the garbage collector from visiting objects that live as long as the process: with a
-    # loaded engine, a full collection took 7 to 17 ms within a step (docs/performance.md).
+    # loaded engine, a full collection took 7 to 17 ms within a step (docs/history/performance.md).
     gc.collect()
     gc.freeze()
     try:
