@@ -89,7 +89,7 @@ class Platform:
             "trainer", *celery, "worker", "-Q", "train", "-c", "1", "-n", "train@%h", *quiet
         )
         self.inspector = self._process(
-            "inspector", *celery, "worker", "-Q", "inspect", "-c", "2", "-n", "inspect@%h", *quiet
+            "inspector", *celery, "worker", "-Q", "inspect", "-c", "1", "-n", "inspect@%h", *quiet
         )
         self.beat = self._process(
             "beat", *celery, "beat", "--loglevel=INFO", f"--schedule={beat_file}", "--pidfile="

@@ -105,11 +105,11 @@ class Demo:
             self._supervisor.watch(server)
         self._supervisor.run_in_background()
         acme, globex = state.tenants
+        self._train(state, globex)  # it is checked and asked while acme's still trains
+        self._show_first(state, globex)
         self._train(state, acme)
-        self._show_first(state, acme)
-        sent = self._send_second_version(state)  # it is checked beside what follows
+        sent = self._send_second_version(state)  # it is checked beside the measuring
         self._measure(state)
-        self._train(state, globex)
         self._show(state)
         self._release(state, sent)
         write_private(self.ready_file, state.ready(self._metrics_ports))
