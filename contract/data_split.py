@@ -35,6 +35,6 @@ def first_prompt_digest(row: Row, salt: str = "") -> bytes:
 
 
 def is_validation(row: Row, share: float, salt: str) -> bool:
-    """Whether the row is to validate with: a stated share of all prompts is."""
+    """Return whether the row is to validate with: a stated share of all prompts is."""
     place = int.from_bytes(first_prompt_digest(row, salt)[: _BITS // 8], "big")
     return bool(place < share * 2**_BITS)

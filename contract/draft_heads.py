@@ -43,7 +43,7 @@ def head_names(index: int) -> tuple[str, str]:
 
 
 def is_head_tensor(name: str) -> bool:
-    """Whether a tensor belongs to draft heads rather than to the LoRA."""
+    """Return whether a tensor belongs to draft heads rather than to the LoRA."""
     return name.startswith(PREFIX)
 
 

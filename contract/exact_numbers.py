@@ -19,14 +19,14 @@ def read_decimal(text: str) -> Decimal:
 
 
 def is_integer(value: object) -> bool:
-    """Whether JSON Schema takes it for an integer: 1 and 1.0, but not true."""
+    """Return whether JSON Schema takes it for an integer: 1 and 1.0, but not true."""
     if isinstance(value, Decimal):
         return is_multiple(value, 1)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
-    """Whether it is an exact multiple, for any digits; Decimal's `%` fails after 28 digits."""
+    """Return whether it is an exact multiple, for any digits; Decimal's `%` fails after 28 digits."""
     units, exponent, num_digits = _units(number)
     step_units, step_exponent, _ = _units(step)
     shift = exponent - step_exponent

@@ -46,12 +46,12 @@ _POINTER_TEXT = re.compile(PATTERNS["json-pointer"], re.DOTALL)
 
 
 def is_date(text: str) -> bool:
-    """Whether it is a day of the calendar, as RFC 3339 writes it."""
+    """Return whether it is a day of the calendar, as RFC 3339 writes it."""
     return _DATE_TEXT.fullmatch(text) is not None
 
 
 def is_time(text: str) -> bool:
-    """Whether it is a time of RFC 3339, with its offset; a leap second ends a day of UTC."""
+    """Return whether it is a time of RFC 3339, with its offset; a leap second ends a day of UTC."""
     found = _TIME_TEXT.fullmatch(text)
     if found is None:
         return False
@@ -61,17 +61,17 @@ def is_time(text: str) -> bool:
 
 
 def is_date_time(text: str) -> bool:
-    """Whether it is a date and a time of RFC 3339."""
+    """Return whether it is a date and a time of RFC 3339."""
     return text[10:11] in ("T", "t") and is_date(text[:10]) and is_time(text[11:])
 
 
 def is_json_pointer(text: str) -> bool:
-    """Whether it is a pointer of RFC 6901."""
+    """Return whether it is a pointer of RFC 6901."""
     return _POINTER_TEXT.fullmatch(text) is not None
 
 
 def is_regex(text: str) -> bool:
-    """Whether it is a regular expression of ECMA-262, also one that is not supported here."""
+    """Return whether it is a regular expression of ECMA-262, also one that is not supported here."""
     try:
         parse(text)
     except BadPattern as error:

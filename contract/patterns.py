@@ -284,7 +284,7 @@ def not_beginning_with(prefix: str, *, after: str) -> str:
 
 
 def _excluding(texts: list[str], *, is_prefix: bool) -> str:
-    """A text may part from each of `texts` at any character, or end before them."""
+    """Return a text may part from each of `texts` at any character, or end before them."""
     tails: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -73,7 +73,7 @@ def _parsed(parse: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
+    """Return whether lists and objects lie in each other more than MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

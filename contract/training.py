@@ -194,7 +194,7 @@ class TrainJob:
 
     @property
     def has_validation(self) -> bool:
-        """Whether some rows are kept to validate with."""
+        """Return whether some rows are kept to validate with."""
         return self.validation_dataset is not None or self.hyperparameters.validation_share > 0
 
     @classmethod

@@ -148,7 +148,7 @@ class EngineConfig:
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
 
     def page_layout(self, model: ModelConfig) -> PageLayout:
-        """The layout of one page: the KV of `page_size` tokens over all layers."""
+        """Return the layout of one page: the KV of `page_size` tokens over all layers."""
         layout = PageLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

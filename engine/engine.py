@@ -229,7 +229,7 @@ class Engine:
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or when an adapter or a grammar is ready."""
+        """Return whether `step` has anything to do, now or when an adapter or a grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
@@ -270,7 +270,7 @@ class Engine:
 
     @property
     def computes_first_token(self) -> bool:
-        """Whether a request's first token comes from the step in flight: `settle` reads it."""
+        """Return whether a request's first token comes from the step in flight: `settle` reads it."""
         launched = self._in_flight
         return launched is not None and any(
             sequence.num_generated == 0 for sequence in launched.step.sampling

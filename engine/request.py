@@ -284,7 +284,7 @@ class KeptPrefix:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a finite number within the range of fp32."""
+    """Return whether `value` is a finite number within the range of fp32."""
     is_number = isinstance(value, Real)
     return is_number and bool(-_MAX_FP32 <= value <= _MAX_FP32)  # false for NaN
 

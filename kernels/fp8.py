@@ -112,7 +112,7 @@ class Fp8Matrix:
         return wide.to(dtype)
 
     def _grouped(self) -> torch.Tensor:
-        """The numbers, times the scales of their groups."""
+        """Return the numbers, times the scales of their groups."""
         wide = self.numbers.float()
         if self.groups is None:
             return wide

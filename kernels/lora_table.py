@@ -176,7 +176,7 @@ class ExtraSegment:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it has anything that the kernels' tables do not have."""
+        """Return whether it has anything that the kernels' tables do not have."""
         return bool(self.embedding or self.head or self.new_embedding or self.new_head)
 
 

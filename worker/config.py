@@ -41,7 +41,7 @@ class TrainingConfig:
     window: DailyWindow | None = None
 
     def is_open(self) -> bool:
-        """Whether it is one of these hours."""
+        """Return whether it is one of these hours."""
         return self.window is None or self.window.is_open(dt.datetime.now(dt.UTC))
 
 

@@ -29,7 +29,7 @@ def batch_stream_id(batch_id: str) -> str:
 
 
 def is_batch_stream(gateway_id: str) -> bool:
-    """Whether the stream is a batch's: its requests go on though no gateway lives."""
+    """Return whether the stream is a batch's: its requests go on though no gateway lives."""
     return gateway_id.startswith(_PREFIX)
 
 

@@ -340,7 +340,7 @@ def has_own_form(message: Any) -> str | None:
 
 
 def _lacks_form(call: Any) -> bool:
-    """Whether a call has no id, or arguments that are no text."""
+    """Return whether a call has no id, or arguments that are no text."""
     if not isinstance(call, dict):
         return False
     function = call.get("function", call)

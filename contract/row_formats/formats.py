@@ -80,7 +80,7 @@ def converted(row: Any) -> tuple[str | None, list[Any]]:
 
 
 def is_turn(value: Any) -> bool:
-    """Whether a value is a message, and not a row."""
+    """Return whether a value is a message, and not a row."""
     return isinstance(value, dict) and bool({"role", "from"} & value.keys())
 
 

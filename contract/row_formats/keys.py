@@ -63,12 +63,12 @@ _THOUGHT_PARTS = (
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a key with this value is as good as none: exports fill columns so."""
+    """Return whether a key with this value is as good as none: exports fill columns so."""
     return value is None or value == [] or value == {}
 
 
 def is_preference(name: str, value: Any) -> bool:
-    """Whether a key with this value marks an answer as better or worse than another."""
+    """Return whether a key with this value marks an answer as better or worse than another."""
     if name == "label":
         return isinstance(value, bool)
     return name in _PREFERENCE_KEYS or name.startswith(("chosen", "rejected"))

@@ -31,11 +31,12 @@ class Arrival(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a step that reads the adapter may be launched, if it calls the waits below."""
+        """Return whether a step that reads the adapter may be launched, if it calls the waits
+        below."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the copy is complete; raises the error if it failed."""
+        """Return whether the copy is complete; raises the error if it failed."""
 
     def await_layer(self, layer: int) -> None:
         """Make the kernels that are launched from now on wait for the layer's pages."""

@@ -135,7 +135,7 @@ class AdapterLoader:
         return bool(self._to_prefetch) or any(adapter.is_prefetched for adapter in self._loading)
 
     def is_coming(self, adapter: Adapter) -> bool:
-        """Whether the adapter is being read, or waits to be prefetched."""
+        """Return whether the adapter is being read, or waits to be prefetched."""
         return adapter in self._loading or adapter.digest in self._to_prefetch
 
     def _start(self, adapter: Adapter) -> None:
@@ -204,14 +204,14 @@ class AdapterLoader:
         )
 
     def _is_out_of_reach(self, adapter: Adapter) -> bool:
-        """Whether reading it would probably make one more thread hang."""
+        """Return whether reading it would probably make one more thread hang."""
         return len(self._hung) >= _MAX_HUNG or any(h.path == adapter.path for h in self._hung)
 
     # Failures
 
     @property
     def has_failures(self) -> bool:
-        """Whether any adapter has failed and may not be tried again yet."""
+        """Return whether any adapter has failed and may not be tried again yet."""
         return bool(self._failed)
 
     def note_failure(self, adapter: Adapter, error: BaseException) -> None:

@@ -53,7 +53,7 @@ class Site(NamedTuple):
         return model.projection_widths[self.projection]
 
     def has_bias(self, model: ModelConfig) -> bool:
-        """Whether the base adds a bias to the product."""
+        """Return whether the base adds a bias to the product."""
         if self.projection >= EMBEDDING:
             return False
         return (*[model.qkv_bias] * 3, model.o_bias, *[model.mlp_bias] * 3)[self.projection]
@@ -74,7 +74,8 @@ class Target(AdaptedMatrix):
         return self.site.projection
 
     def has_shift(self, model: ModelConfig) -> bool:
-        """Whether a vector is added to the product, see `engine.adapters.values.AppliedValues`."""
+        """Return whether a vector is added to the product, see
+        `engine.adapters.values.AppliedValues`."""
         return self.bias is not None or (self.magnitude is not None and self.site.has_bias(model))
 
     @property

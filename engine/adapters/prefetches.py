@@ -39,7 +39,7 @@ class Prefetches:
         self._pinned: dict[str, Adapter] = {}
 
     def __bool__(self) -> bool:
-        """Whether any adapter is on its way to the arena."""
+        """Return whether any adapter is on its way to the arena."""
         return bool(self._to_arena)
 
     @property

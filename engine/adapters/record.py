@@ -84,7 +84,7 @@ class Adapter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing holds its pages in the arena."""
+        """Return whether nothing holds its pages in the arena."""
         return self.pins == 0 and self.arrival is None and not self.is_pinned
 
     def note_content(self, content: str) -> AdapterError | None:

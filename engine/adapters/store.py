@@ -151,16 +151,16 @@ class AdapterStore:
     # What the scheduler asks
 
     def is_resident(self, digest: str) -> bool:
-        """Whether a step may read the adapter; on a GPU its copy may still be running."""
+        """Return whether a step may read the adapter; on a GPU its copy may still be running."""
         return digest in self._resident
 
     def lacks_room(self, digest: str) -> bool:
-        """Whether the adapter is ready in host memory and only pages are missing."""
+        """Return whether the adapter is ready in host memory and only pages are missing."""
         return self._adapters[digest].lacks_room
 
     @property
     def has_failures(self) -> bool:
-        """Whether `error` returns an error for any adapter."""
+        """Return whether `error` returns an error for any adapter."""
         return self._loader.has_failures
 
     def error(self, digest: str) -> AdapterError | None:
@@ -404,17 +404,17 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        """Whether any adapter is being read or copied."""
+        """Return whether any adapter is being read or copied."""
         return self._loader.is_loading or self.is_copying
 
     @property
     def is_copying(self) -> bool:
-        """Whether any adapter is being copied to the arena; afterwards it may be evicted."""
+        """Return whether any adapter is being copied to the arena; afterwards it may be evicted."""
         return bool(self._arriving)
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether any adapter is prefetched or waits to be."""
+        """Return whether any adapter is prefetched or waits to be."""
         return self._loader.is_prefetching or bool(self.prefetches)
 
     def status(self, digest: str) -> AdapterStatus | None:

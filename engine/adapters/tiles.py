@@ -129,17 +129,17 @@ class TileMap:
 
     @property
     def replaces(self) -> bool:
-        """Whether it has rows of its own for the embedding or the last matrix."""
+        """Return whether it has rows of its own for the embedding or the last matrix."""
         return self.new_embedding is not None or self.new_head is not None
 
     @property
     def adjusts(self) -> bool:
-        """Whether a projection has a gain or a shift."""
+        """Return whether a projection has a gain or a shift."""
         return self.gain_offset is not None or self.shift_offset is not None
 
     @property
     def has_extras(self) -> bool:
-        """Whether there is more than tiles."""
+        """Return whether there is more than tiles."""
         changes_ends = self.embedding is not None or self.head is not None
         return self.adjusts or changes_ends or self.replaces
 

@@ -116,7 +116,7 @@ def check_copies(
 
 
 def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the two are equal after rounding to the coarser of their dtypes.
+    """Return whether the two are equal after rounding to the coarser of their dtypes.
 
     bfloat16 and float16 each round what the other keeps, so between them one more rounding is
     allowed.

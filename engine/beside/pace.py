@@ -79,7 +79,7 @@ class Pace:
         self._stepped_at, self._trained_before = float("-inf"), 0.0
 
     def is_due(self, now: float, trained: float) -> bool:
-        """Whether training had its share since the last step.
+        """Return whether training had its share since the last step.
 
         now      seconds on any clock that never goes back
         trained  seconds of training so far, in all

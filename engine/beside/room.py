@@ -111,7 +111,8 @@ class TrainingRoom:
 
     @property
     def is_wanted_back(self) -> bool:
-        """Whether a request needs the memory: whoever trains is to save its runs and `close`."""
+        """Return whether a request needs the memory: whoever trains is to save its runs and
+        `close`."""
         return self._lending.is_short
 
     @property
@@ -251,7 +252,7 @@ class TrainingRoom:
 
 
 def _rehearsal(rank: int) -> RunRequest:
-    """A run of one step that passes everything that a run may: updates and validation."""
+    """Return a run of one step that passes everything that a run may: updates and validation."""
     rows = RunRows(torch.arange(64) % 8, torch.ones(64, dtype=torch.bool), [32, 32])
     return RunRequest(
         run_id="rehearsal",

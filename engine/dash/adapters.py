@@ -119,7 +119,7 @@ class AdapterNames:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self, adapter: NamedAdapter) -> None:
-        """The adapter has lost its name. If the engine hears of it later, `_read` drops it."""
+        """Return the adapter has lost its name. If the engine hears of it later, `_read` drops it."""
         if not adapter.ready.cancel():
             self._loop.call(lambda engine: self.release(engine, [adapter]))
 

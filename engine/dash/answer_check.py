@@ -112,7 +112,8 @@ def compiled(pattern: str) -> Any:
 
 
 def _is_found(pattern: str, text: str) -> bool | None:
-    """Whether the pattern matches somewhere in the text; None: RE2 cannot match such a pattern.
+    """Return whether the pattern matches somewhere in the text; None: RE2 cannot match such a
+    pattern.
 
     The linter reports that a pattern is not checked; the decoder may have enforced it.
     """

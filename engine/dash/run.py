@@ -115,7 +115,7 @@ class _Growing:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """Return whether a stop string has ended it."""
         return self.answer is not None and self.answer.stop_string is not None
 
     def feed(self, output: RequestOutput) -> int:

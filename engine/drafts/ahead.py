@@ -123,7 +123,7 @@ class _Path:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a choice may follow its drafts."""
+        """Return whether a choice may follow its drafts."""
         return len(self.proposal.tokens) < min(MAX_DRAFTS, self.most - 1)
 
     def add_few(self) -> bool:

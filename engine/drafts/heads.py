@@ -113,7 +113,7 @@ def _pays(
     least_chance: LeastChance,
     costs: Asking,
 ) -> bool:
-    """Whether the heads can be expected to give more tokens than their cost gives elsewhere."""
+    """Return whether the heads can be expected to give more tokens than their cost gives elsewhere."""
     chance, gain, count = 1.0, 0.0, 0
     for kind in HEADS[:num_heads]:
         chance *= profile.rate(kind)

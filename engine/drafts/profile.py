@@ -99,7 +99,7 @@ class Profile:
         return self._rates.get(kind, prior)
 
     def probes(self, kind: Kind) -> bool:
-        """Whether a draft that does not seem to pay is tried this time."""
+        """Return whether a draft that does not seem to pay is tried this time."""
         self._unpaid[kind] = count = self._unpaid.get(kind, 0) + 1
         return count % _PROBE_EVERY == 0
 

@@ -93,7 +93,7 @@ class Speculation:
         self._counts = {source: DraftCounts() for source in Source}
 
     def waits(self, step: Step) -> bool:
-        """Whether the tokens of a step in flight are read before the next one is planned."""
+        """Return whether the tokens of a step in flight are read before the next one is planned."""
         if not self._is_on or len(step.rows) > self.costs.max_requests:
             return False
         own = [s for s in step.sampling if s.request.speculation and not s.has_left]

@@ -215,7 +215,7 @@ class BatchBuilder:
 def _segments(
     rows: list[Row], query_start: npt.NDArray[np.int32]
 ) -> tuple[tuple[AdapterKey, ...], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The virtual adapters of a step, and `seg_indptr` and `seg_adapter` as in LoraBatch."""
+    """Return the virtual adapters of a step, and `seg_indptr` and `seg_adapter` as in LoraBatch."""
     keys: list[AdapterKey] = []
     seg_indptr, seg_adapter = [0], []
     previous: AdapterKey | None = None

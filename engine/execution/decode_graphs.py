@@ -137,11 +137,11 @@ class DecodeGraphs:
         return (*(size for size in BUCKETS if size < self.max_batch), self.max_batch)
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds so many rows; None when none does."""
+        """Return the smallest bucket that holds so many rows; None when none does."""
         return next((size for size in self.sizes if num_rows <= size), None)
 
     def fits(self, num_rows: int, max_pages: int, lora: LoraBatch | None) -> bool:
-        """Whether such a decode step has a graph."""
+        """Return whether such a decode step has a graph."""
         if num_rows > self.max_batch or max_pages > self.page_tables.shape[1]:
             return False
         return self._lora.fits(lora)
@@ -218,7 +218,7 @@ class DecodeGraphs:
         self._lora.clear()
 
     def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
-        """A view of the buffers' first `size` rows."""
+        """Return a view of the buffers' first `size` rows."""
         model = self._model
         if size not in self._workspaces:
             self._workspaces[size] = DecodeWorkspace(

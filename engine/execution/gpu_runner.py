@@ -229,7 +229,7 @@ class GpuRunner:
         chosen: DecodeGraphs | MixedGraphs | Chosen,
         masks: Masks | None,
     ) -> Tokens:
-        """The tokens of a pass whose greedy ones are chosen, unless there are masks."""
+        """Return the tokens of a pass whose greedy ones are chosen, unless there are masks."""
         tokens = Tokens(can_replay=chosen is self._graphs)
         if masks is None:
             self._fetch(tokens, logits, chosen)
@@ -294,12 +294,12 @@ class GpuRunner:
             batch.states.x = self._graphs.kept[batch.sample_rows]
 
     def _fits_drafted(self, batch: Batch) -> bool:
-        """Whether a graph holds a row for each draft."""
+        """Return whether a graph holds a row for each draft."""
         num_rows, num_pages = batch.token_ids.shape[0], batch.page_tables.shape[1]
         return self._graphs.fits(num_rows, num_pages, batch.lora)
 
     def _is_decode(self, batch: Batch) -> bool:
-        """Whether the batch has only decodes, and a graph exists for it."""
+        """Return whether the batch has only decodes, and a graph exists for it."""
         return (
             batch.max_new == 1
             and batch.sample_rows.shape[0] == batch.token_ids.shape[0]

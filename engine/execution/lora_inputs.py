@@ -99,7 +99,8 @@ class LoraInputs:
         self._loaded = lora.table
 
     def _fits_extras(self, extras: LoraExtras | None) -> bool:
-        """Whether tables hold the extras; those as wide as the vocabulary run without a graph."""
+        """Return whether tables hold the extras; those as wide as the vocabulary run without a
+        graph."""
         if extras is None:
             return True
         rows = (table for table in (extras.embedding_rows, extras.head_rows) if table is not None)
@@ -136,7 +137,7 @@ class LoraInputs:
         self._extended[i] = source
 
     def extras(self, num_tokens: int) -> LoraExtras:
-        """The gains, shifts and new rows of a step of so many tokens."""
+        """Return the gains, shifts and new rows of a step of so many tokens."""
         return LoraExtras(
             segments=(),
             row_adapter=self._row_adapter[:num_tokens],
@@ -146,7 +147,7 @@ class LoraInputs:
         )
 
     def batch(self, size: int, seg_indptr: torch.Tensor | None = None) -> LoraBatch:
-        """The first `size` segments; with other bounds when given."""
+        """Return the first `size` segments; with other bounds when given."""
         bounds = self.seg_indptr if seg_indptr is None else seg_indptr
         return LoraBatch(
             table=self.table,

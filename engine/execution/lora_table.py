@@ -127,7 +127,7 @@ class EntryBuffers:
         return np.array([self._starts[key][0] for key in keys], np.int64)
 
     def table(self, starts: torch.Tensor, num_tiles: torch.Tensor) -> LoraTable:
-        """The table of adapters whose entries begin at `starts`."""
+        """Return the table of adapters whose entries begin at `starts`."""
         return LoraTable(
             entry_start=starts,
             num_tiles=num_tiles,
@@ -189,5 +189,5 @@ def _scope(tiles: TileMap) -> LoraScope:
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
-    """The entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
+    """Return the entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()

@@ -92,7 +92,7 @@ class MixedGraphs:
         return self._sizes
 
     def fits(self, batch: Batch) -> bool:
-        """Whether such a step has a graph."""
+        """Return whether such a step has a graph."""
         return (
             batch.token_ids.shape[0] <= self._sizes[-1]
             and max(len(batch.lengths), len(batch.sample_rows)) <= self._max_rows
@@ -161,7 +161,7 @@ class MixedGraphs:
             fill_segments(self._sample_indptr, before, shape.rows)
 
     def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
-        """A view of the buffers' beginnings."""
+        """Return a view of the buffers' beginnings."""
         shape = self._shape(size)
         model, rows = self._model, shape.rows
         if rows not in self._workspaces:

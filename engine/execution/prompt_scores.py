@@ -134,7 +134,7 @@ def plan_scores(
 
 
 def _extras_between(extras: LoraExtras | None, low: int, high: int) -> LoraExtras | None:
-    """The extras of the rows from `low` to `high` alone."""
+    """Return the extras of the rows from `low` to `high` alone."""
     if extras is None:
         return None
     segments = tuple(

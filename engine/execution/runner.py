@@ -136,7 +136,8 @@ class ModelRunner:
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
-        """The order of adapters in which this step's rows run fastest; missing ones come last."""
+        """Return the order of adapters in which this step's rows run fastest; missing ones come
+        last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
     def forget_adapter(self, digest: str) -> None:
@@ -192,7 +193,8 @@ class ModelRunner:
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
+        """Return the logits [N, V] of the batch's sampling rows; the step's KV is in the arena
+        after."""
         if self._gpu is not None:
             return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))

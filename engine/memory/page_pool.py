@@ -68,7 +68,7 @@ class PagePool:
         return max(over, 0), max(num_pages - len(self._free), 0)
 
     def can_take(self, num_pages: int, use: PageUse = PageUse.KV) -> bool:
-        """Whether so many pages are free and within the limit of `use`."""
+        """Return whether so many pages are free and within the limit of `use`."""
         return self.missing(num_pages, use) == (0, 0)
 
     def take(self, num_pages: int, use: PageUse) -> list[int]:

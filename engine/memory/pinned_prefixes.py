@@ -268,7 +268,7 @@ class PinnedPrefixes:
         return next((i for i, key in enumerate(keys) if key not in pinned), num_full)
 
     def owned_pages(self) -> list[list[int]]:
-        """The pins' references, for `PagePool.check_integrity`."""
+        """Return the pins' references, for `PagePool.check_integrity`."""
         return [pin.pages for pin in self._pins.values()]
 
     def check_integrity(self) -> None:

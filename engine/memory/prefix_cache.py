@@ -122,7 +122,7 @@ class PrefixCache:
         self.evict_page(next(iter(self._idle)))
 
     def is_idle(self, page: int) -> bool:
-        """Whether `evict_page` may free this page."""
+        """Return whether `evict_page` may free this page."""
         return page in self._idle
 
     def evict_page(self, page: int) -> None:
@@ -131,7 +131,7 @@ class PrefixCache:
         self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:
-        """The cache's references, for `PagePool.check_integrity`."""
+        """Return the cache's references, for `PagePool.check_integrity`."""
         return list(self._key_of)
 
     def check_integrity(self) -> None:

@@ -55,7 +55,7 @@ class Scheme:
     ignored: tuple[str, ...] = ()
 
     def ignores(self, module: str) -> bool:
-        """Whether the module is stored as it is."""
+        """Return whether the module is stored as it is."""
         return any(_matches(pattern, module) for pattern in self.ignored)
 
 

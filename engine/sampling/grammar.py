@@ -71,7 +71,7 @@ class Matcher:
 
     @property
     def knows_mask(self) -> bool:
-        """Whether `mask` need not be computed."""
+        """Return whether `mask` need not be computed."""
         if self._mask is None:
             self._mask = self.tree.get(self.place)
         return self._mask is not None

@@ -108,7 +108,8 @@ class Sampler:
         self._states[sequence].note(token_id)
 
     def is_free(self, sequence: Sequence) -> bool:
-        """Whether the next tokens can be chosen from the model's logits alone, on the device."""
+        """Return whether the next tokens can be chosen from the model's logits alone, on the
+        device."""
         params, state = sequence.request.sampling, self._states[sequence]
         return (
             params.logprobs is None

@@ -29,7 +29,7 @@ def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> froze
 
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
-    """Whether the newest token is the last one by the limits, whatever token it is."""
+    """Return whether the newest token is the last one by the limits, whatever token it is."""
     most = sequence.request.sampling.max_tokens
     is_last = most is not None and sequence.num_generated >= most
     return is_last or sequence.num_tokens >= context_limit

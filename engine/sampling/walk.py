@@ -57,7 +57,7 @@ class Walk:
 
     @property
     def knows_mask(self) -> bool:
-        """Whether the mask of this place need not be computed."""
+        """Return whether the mask of this place need not be computed."""
         return not self._ahead or self._ahead[-1][1] is not None
 
     def note_mask(self, mask: Mask) -> None:
@@ -104,7 +104,7 @@ class Behind:
 
     @property
     def knows_mask(self) -> bool:
-        """Whether `mask` need not be computed."""
+        """Return whether `mask` need not be computed."""
         if self.mask is None:
             self.mask = self.tree.get(self.place)
         return self.mask is not None

@@ -32,7 +32,7 @@ class PageTables:
 
     @property
     def gives_back(self) -> bool:
-        """Whether a running sequence loses pages that nothing reads any more."""
+        """Return whether a running sequence loses pages that nothing reads any more."""
         return self._window is not None
 
     def most_held(self, num_tokens: int) -> int:

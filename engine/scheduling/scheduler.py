@@ -136,7 +136,7 @@ class Scheduler:
         return step
 
     def can_admit(self, now: float) -> bool:
-        """Whether a waiting sequence might get into the next step."""
+        """Return whether a waiting sequence might get into the next step."""
         self._now = now
         self._queue.promote(now)
         if not self.waiting:
@@ -342,7 +342,8 @@ class Scheduler:
         return victim is not None
 
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
-        """Whether the sequence's adapters are resident and within the limit of adapters in use.
+        """Return whether the sequence's adapters are resident and within the limit of adapters in
+        use.
 
         If pages for them are missing, frees them for `AdapterStore.poll` to take.
         """
@@ -361,7 +362,8 @@ class Scheduler:
         return True
 
     def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
-        """Whether an adapter of the first waiting sequence has no room though nothing else runs.
+        """Return whether an adapter of the first waiting sequence has no room though nothing else
+        runs.
 
         That happens if prefixes were pinned after the request had been accepted.
         """
@@ -386,7 +388,7 @@ class Scheduler:
         return True
 
     def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
-        """Whether so many pages can be taken, after evicting what is idle.
+        """Return whether so many pages can be taken, after evicting what is idle.
 
         Keeps its own adapters, and those that an overdue sequence before it has waited for.
         """
@@ -399,7 +401,7 @@ class Scheduler:
         return self._pool.can_take(num_pages, use)
 
     def _is_all_there_is(self) -> bool:
-        """Whether no page comes free: none is lent, no adapter waits for its other parts."""
+        """Return whether no page comes free: none is lent, no adapter waits for its other parts."""
         return not (self._adapters.is_copying or self._pool.num_used(PageUse.LENT))
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
@@ -426,12 +428,12 @@ class Scheduler:
 
 
 def _outranks(sequence: Sequence, running: Sequence) -> bool:
-    """Whether it is interactive, and `running` is batch work that is not overdue."""
+    """Return whether it is interactive, and `running` is batch work that is not overdue."""
     return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
 
 
 def _is_prompt_under_way(sequence: Sequence) -> bool:
-    """Whether a sibling is computing the prompt, whose pages it will share."""
+    """Return whether a sibling is computing the prompt, whose pages it will share."""
     running = [s for s in sequence.siblings if s.is_running]
     return bool(running) and not any(s.has_prompt for s in running)
 

@@ -87,7 +87,7 @@ class WaitingQueue:
         )
 
     def of(self, urgency: Urgency) -> list[Sequence]:
-        """The waiting of one urgency, in order of arrival."""
+        """Return the waiting of one urgency, in order of arrival."""
         first = bisect_left(self.sequences, (urgency, -1), key=_by_rank)
         last = bisect_left(self.sequences, (urgency + 1, -1), lo=first, key=_by_rank)
         return self.sequences[first:last]

@@ -67,7 +67,7 @@ class TextCodec:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders tools itself."""
+        """Return whether the chat template renders tools itself."""
         return self._template is not None and self._template.takes_tools
 
     def render(
@@ -173,7 +173,7 @@ class TextCodec:
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `decode` leaves the token out."""
+        """Return whether `decode` leaves the token out."""
         return token_id in self.pieces.special_ids
 
 

@@ -176,7 +176,7 @@ class TrainingHost:
         raise BadMessage(f"{fields['do']!r} is nothing that can be done")
 
     def _is_wanted_back(self) -> bool:
-        """Whether the owner is to save its runs and leave; notes until when."""
+        """Return whether the owner is to save its runs and leave; notes until when."""
         is_short = self._room.is_wanted_back
         if not is_short and self._is_open():
             return False

@@ -124,7 +124,7 @@ class ActiveRequest:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the engine still works on any choice."""
+        """Return whether the engine still works on any choice."""
         return self.in_engine and any(choice.runs_on for choice in self._choices)
 
     @property
@@ -151,19 +151,19 @@ class ActiveRequest:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to send; before the end only a stream gets tokens."""
+        """Return whether there is something to send; before the end only a stream gets tokens."""
         return self.is_finished or (
             self.job.stream and any(choice.has_news for choice in self._choices)
         )
 
     @property
     def is_begun(self) -> bool:
-        """Whether `take_news` has returned any event."""
+        """Return whether `take_news` has returned any event."""
         return self._seq > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its events must not wait for those of other requests."""
+        """Return whether its events must not wait for those of other requests."""
         return self.is_finished or not self.is_begun
 
     def show_prompts(self, prompts: list[Prompt]) -> None:
@@ -220,7 +220,8 @@ class ActiveRequest:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether all is generated and some answers are still to be checked against a schema."""
+        """Return whether all is generated and some answers are still to be checked against a
+        schema."""
         return not self.is_finished and self._is_generated and bool(self.unchecked)
 
     @property

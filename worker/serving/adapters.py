@@ -40,7 +40,7 @@ class Adapters:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for an adapter's files."""
+        """Return whether a request waits for an adapter's files."""
         return self._num_loading > 0
 
     @property
@@ -61,7 +61,7 @@ class Adapters:
         return Tier.DISK if digest in self._cache else Tier.STORE
 
     def has_let_go(self, digests: Iterable[str]) -> bool:
-        """Whether the engine no longer keeps an adapter that is to be pinned."""
+        """Return whether the engine no longer keeps an adapter that is to be pinned."""
         return any(
             digest in self._stats.resident_digests and digest not in self._stats.pinned_digests
             for digest in digests

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether it is a finished answer that was not checked against its schema yet."""
+        """Return whether it is a finished answer that was not checked against its schema yet."""
         return (
             self.finish_reason == FinishReason.STOP
             and not self.is_checked

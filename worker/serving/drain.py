@@ -21,7 +21,7 @@ class Drain:
 
     @property
     def has_pulled(self) -> bool:
-        """Whether all that was being pulled at the drain's begin has arrived."""
+        """Return whether all that was being pulled at the drain's begin has arrived."""
         return self._has_pulled.is_set()
 
     def begin(self, *, is_final: bool) -> None:

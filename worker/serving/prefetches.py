@@ -236,7 +236,7 @@ class Prefetches:
         return True
 
     def _is_kept(self, digest: str) -> bool:
-        """Whether the adapter's files stay for as long as they have to."""
+        """Return whether the adapter's files stay for as long as they have to."""
         return digest not in self._pins or self._pins[digest].is_held
 
     def _unpin(self, digest: str) -> None:
@@ -254,7 +254,7 @@ class Prefetches:
 
 
 def _is_sane(message: ControlMessage, ref: AdapterRef) -> bool:
-    """Whether the fields of a prefetch have the types and ranges that they must have."""
+    """Return whether the fields of a prefetch have the types and ranges that they must have."""
     return (
         isinstance(ref.digest, str)
         and DIGEST.fullmatch(ref.digest) is not None

@@ -203,7 +203,7 @@ class PrefixPins:
 
 
 def _is_sane(message: ControlMessage) -> bool:
-    """Whether the fields of a pin have the types and ranges that they must have."""
+    """Return whether the fields of a pin have the types and ranges that they must have."""
     return (
         isinstance(message.prefix, str)
         and 0 < len(message.prefix) <= 64

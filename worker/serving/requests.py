@@ -119,7 +119,7 @@ class Requests:
         return len(self._active)
 
     def knows(self, entry_id: bytes, job: GenerateJob) -> bool:
-        """Whether this attempt runs here, or its end has not reached Redis yet."""
+        """Return whether this attempt runs here, or its end has not reached Redis yet."""
         request = self._active.get(job.request_id)
         is_active = request is not None and request.entry_id == entry_id
         return is_active or entry_id in self.flusher.unsent
