@@ -10,7 +10,7 @@ from typing import Any
 
 from lorikeet_cli.errors import CliError
 
-#: Of a suite's version, and of the request that makes it.
+#: Largest number of cases and of bytes in one version of a suite.
 MAX_CASES = 2000
 MAX_CASES_BYTES = 2_000_000
 MAX_BYTES = 16 << 20
@@ -19,7 +19,7 @@ _MAX_NAMED = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OldAnswers:
-    """Cases as a suite takes them, and how many lines are no chats of texts."""
+    """Cases in the form that a suite takes, and the number of lines that are not chats of texts."""
 
     cases: list[dict[str, Any]]
     num_left_out: int
@@ -71,7 +71,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _case(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a line's case; None if tools or other than texts are in it.
+    """Return a line's case; None if it has tools or content that is not text.
 
     Raises KeyError, TypeError and the like for what is no such line.
     """

@@ -238,7 +238,7 @@ def test_tensors_that_cannot_be_converted_are_named(
 def test_a_cut_file_is_refused(tmp_path: Path, cut: int) -> None:
     folder = write_mlx(tmp_path / "mlx", of_layers([1, 2], QV))
     (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:cut])
-    with pytest.raises(CliError, match="no whole safetensors"):
+    with pytest.raises(CliError, match="not a complete safetensors"):
         converted(folder)
 
 
