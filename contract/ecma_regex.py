@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from contract.unicode_properties import LAST, Ranges, complement, merged, property_ranges
 
-#: Each `\p` may have hundreds of ranges.
+#: Largest number of `\p` in a pattern: each may have hundreds of ranges.
 MAX_PROPERTIES = 16
 
 _DIGIT: Ranges = [(0x30, 0x39)]
@@ -34,7 +34,7 @@ _SET = re.compile(r"[dDwWsS]|[pP]\{([A-Za-z0-9_=]*)\}")
 
 
 class BadPattern(Exception):
-    """The pattern is no regular expression, or not one that all engines can match.
+    """The pattern is not a regular expression, or not one that all engines can match.
 
     is_invalid  it is not a regular expression of ECMA-262
     """
@@ -76,7 +76,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A valid part that needs more than an automaton. `problem` says what the pattern does."""
+    """A valid part that an automaton cannot match. `problem` says what the pattern does."""
 
     problem: str
 

@@ -19,8 +19,12 @@ CHECKPOINT_S = 30.0
 METRICS_FILE = "metrics.json"
 #: Hyperparameters that came after the first release; without them a run trains as it did then.
 LATER = (
-    *("checkpoints", "packing", "gradient_accumulation", "gradient_checkpointing"),
-    *("quantization", "draft_heads"),
+    "checkpoints",
+    "packing",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "quantization",
+    "draft_heads",
 )
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
@@ -58,7 +62,7 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyperparameters:
-    """How to train. Raises JobError naming the first value that is wrong."""
+    """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -160,7 +164,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What to train, from which data, to which folder: the content of JOB.json."""
+    """The model to train, its data and its output folder: the content of JOB.json."""
 
     base_model_dir: Path
     dataset: Path
@@ -180,7 +184,7 @@ class TrainJob:
     #: An adapter_model.safetensors to begin from, with the hyperparameters' rank, alpha and target
     #: modules; None: PEFT's initial adapter.
     warm_start: Path | None = None
-    #: Where the state is written every so often, and gone on from; None: nowhere.
+    #: Folder where the state is saved regularly, and from which training resumes; None: nowhere.
     checkpoint: Path | None = None
     checkpoint_s: float = CHECKPOINT_S
     #: Where the adapters of `checkpoints` steps are kept; None: nowhere.

@@ -45,7 +45,7 @@ PHRASES = (
     "whose it is",
 )
 #: Pictures of our own for packages, layers and entrances.
-METAPHORS = ("doors?", "floors?", "houses?", "rooms")
+METAPHORS = ("doors?", "floors", "houses?", "rooms", "this room")
 _BANNED = re.compile(rf"\b({'|'.join((*PHRASES, *METAPHORS))})\b", re.IGNORECASE)
 _RIDDLE = re.compile(r"(What|Whose|Where|How|Whether)\b")
 _OF = re.compile(r"Of\b")

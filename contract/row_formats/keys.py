@@ -1,15 +1,15 @@
-"""The keys of rows beside those that are read: neutral ones, and why others are refused."""
+"""Keys of rows that the reader does not use: neutral keys, and reasons why others are refused."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-#: Of a row.
+#: Largest nesting of a row.
 MAX_MESSAGES = 2048
-#: Lists of one message, and functions of one row, have at most so many items.
+#: Largest number of items in each list of a message, and of functions in a row.
 MAX_ITEMS = 128
-#: Keys that change nothing, in a row, a message, a part of a content, a tool or a call.
+#: Keys without effect in a row, a message, a part of a content, a tool or a call.
 NEUTRAL = frozenset(
     (
         *("id", "uuid", "uid", "idx", "index", "hash", "custom_id"),
@@ -22,7 +22,8 @@ NEUTRAL = frozenset(
         *("model", "model_name", "generator", "annotator", "cache_control"),
     )
 )
-#: Keys of a message that say whether it is learned: OpenAI's `weight`, and other trainers' names.
+#: Keys of a message that decide whether it is learned: OpenAI's `weight`, and other trainers'
+#: names.
 NUMBER_SWITCHES = ("weight", "loss_weight")
 BOOLEAN_SWITCHES = ("loss", "train", "training")
 SWITCHES = NUMBER_SWITCHES + BOOLEAN_SWITCHES
@@ -31,19 +32,14 @@ PREFERENCE = (
     "is a key of preference tuning (DPO, KTO), which is not available yet: keep the rows whose "
     "answer is good, without this key"
 )
-_NO_TEXT = "is not text, and the models read text alone: leave such rows out"
+_NO_TEXT = "is not text, and the models read only text: remove such rows"
 _THOUGHTS = (
-    "would not be learned: write the thoughts into `content`, as the model writes them "
-    "(<think>…</think>)"
+    "would not be learned: write it into `content`, as the model writes thoughts (<think>…</think>)"
 )
 UNKNOWN = (
-    "is not a key that is known here, and may change what is learned: if it does not, move it into "
-    "`metadata`"
+    "is not a known key, and may change what is learned: if it does not, move it into `metadata`"
 )
-NO_ROW = (
-    "has neither `messages` nor a `prompt` and its `completion`, and is of no other format that is "
-    "known here"
-)
+NO_ROW = "has neither `messages` nor `prompt` and `completion`, and has no other known format"
 _PREFERENCE_KEYS = frozenset(
     (
         *("preferred_output", "non_preferred_output", "preference", "margin", "kto_tag"),
@@ -63,12 +59,12 @@ _THOUGHT_PARTS = (
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a key with this value is as good as none: exports fill columns so."""
+    """Return whether this value of a key means the same as no key: exports fill columns with it."""
     return value is None or value == [] or value == {}
 
 
 def is_preference(name: str, value: Any) -> bool:
-    """Return whether a key with this value marks an answer as better or worse than another."""
+    """Return whether this value of a key marks an answer as better or worse than another."""
     if name == "label":
         return isinstance(value, bool)
     return name in _PREFERENCE_KEYS or name.startswith(("chosen", "rejected"))
@@ -84,13 +80,13 @@ def refusal(name: str, value: Any) -> str:
 
 
 def part_refusal(part: Any) -> str:
-    """Return why a part of a content is refused that is not of text."""
+    """Return why a part of a content that is not text is refused."""
     kinds = [*part, part.get("type")] if isinstance(part, dict) else []
     return _THOUGHTS if any(kind in _THOUGHT_PARTS for kind in kinds) else _NO_TEXT
 
 
 def shown(name: str) -> str:
-    """Write a key of a stranger for a message."""
+    """Return a stranger's key in a form that is safe in a message."""
     return name if name.isprintable() and len(name) <= 60 else ascii(name[:60])
 
 
@@ -99,7 +95,7 @@ class NotConverted(Exception):
 
 
 class Fields:
-    """The keys of an object, each of which is taken once: what is left is neutral, or a loss."""
+    """The keys of an object, each taken once; the keys that remain are neutral or a loss."""
 
     def __init__(self, value: Any, where: str = "") -> None:
         if not isinstance(value, dict):
@@ -111,11 +107,11 @@ class Fields:
         return f"{self._where}.{shown(name)}" if self._where else shown(name)
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is there; None: of no key."""
+        """Return the value of the first of these keys that exists; None if none does."""
         return next((self._left.pop(name) for name in names if name in self._left), None)
 
     def take_text(self, *names: str) -> str:
-        """Return the text of the first of these keys that is there."""
+        """Return the text of the first of these keys that exists."""
         name = next((name for name in names if name in self._left), names[0])
         value = self.take(name)
         if not isinstance(value, str):
@@ -123,11 +119,11 @@ class Fields:
         return value
 
     def take_all(self, *names: str) -> dict[str, Any]:
-        """Return those of these keys that are there, to be kept as they are."""
+        """Return the existing ones of these keys, to be kept unchanged."""
         return {name: self._left.pop(name) for name in names if name in self._left}
 
     def rest(self) -> dict[str, Any]:
-        """Return the neutral keys that are left. Raises NotConverted for another one."""
+        """Return the neutral keys that remain. Raises NotConverted for any other key."""
         for name, value in self._left.items():
             if name not in NEUTRAL:
                 raise NotConverted(self.place(name), refusal(name, value))

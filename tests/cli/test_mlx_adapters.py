@@ -215,7 +215,11 @@ def test_a_scale_that_two_releases_read_otherwise_is_refused(tmp_path: Path) -> 
 BAD_TENSORS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "the embedding": ("model.embed_tokens.lora_a", (96, 8), "tied head"),
     "experts": ("model.layers.1.self_attn.q_proj.lora_a", (2, 8, 32), "experts"),
-    "a quantised matrix": ("model.layers.1.mlp.up_proj.lora_a_scales", (8, 4), "no tensor of LoRA"),
+    "a quantised matrix": (
+        "model.layers.1.mlp.up_proj.lora_a_scales",
+        (8, 4),
+        "not a tensor of LoRA",
+    ),
     "another model": ("language_model.model.layers.1.mlp.up_proj.lora_a", (32, 8), "not adapt"),
     "half a pair": ("model.layers.1.mlp.up_proj.lora_a", (32, 8), r"lora_b is missing"),
     "magnitudes": ("model.layers.1.self_attn.q_proj.m", (32,), "is of DoRA"),
