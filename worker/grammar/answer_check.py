@@ -1,4 +1,4 @@
-"""Checks in a helper process whether finished answers obey their schemas, each by itself."""
+"""Checks in a helper process whether finished answers obey their schemas, one by one."""
 
 from __future__ import annotations
 

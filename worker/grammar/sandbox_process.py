@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from worker.engine_process.parent_death import die_with_parent
 
-#: Makes the function that does the jobs; called in the helper process.
+#: Makes the function that does the jobs; runs in the helper process.
 Setup = Callable[..., Callable[..., Any]]
 
 START_TIMEOUT_S = 60.0
@@ -200,7 +200,7 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process grow by at most so many bytes; allocations beyond that fail."""
+    """Limit this process's growth to `num_bytes`; allocations beyond that fail."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()

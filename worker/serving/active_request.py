@@ -27,10 +27,11 @@ from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
 from worker.serving.streams import EventUpdate
 
-#: The most log-probabilities that one request may have to send at a time: some 15 MB of JSON.
+#: Largest number of log-probabilities that one request may have to send at a time: some 15 MB of
+#: JSON.
 MAX_LOGPROBS = 200_000
 TOO_MANY_LOGPROBS = (
-    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to be told at one "
+    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to send at one "
     "time. Ask for fewer, or for a stream."
 )
 
@@ -174,7 +175,7 @@ class ActiveRequest:
                 choice.show(prompts[choice.index // self.job.n].text)
 
     def answer(self, told: dict[str, Any], now: float) -> None:
-        """End it with one event that has these fields; nothing was generated."""
+        """End the request with one event that has these fields; nothing was generated."""
         self._told = told
         self._end(FinishReason.STOP, now)
 
@@ -234,7 +235,7 @@ class ActiveRequest:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def conclude(self, now: float) -> None:
-        """End it if all its choices have ended."""
+        """End the request if all its choices have ended."""
         broken = [choice for choice in self._choices if choice.broken_param is not None]
         if broken:
             message = f"The answer does not obey its schema: {broken[0].schema_error}"
@@ -243,7 +244,7 @@ class ActiveRequest:
             self._end(_reason_of(self._choices), now)
 
     def cancel(self, now: float) -> None:
-        """End it, as the client does not want the answer any more."""
+        """End the request because the client does not want the answer any more."""
         self._end(FinishReason.CANCELLED, now)
 
     def fail(self, code: str, message: str, param: str | None = None, *, now: float) -> None:

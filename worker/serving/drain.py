@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Drain:
-    """Begun by a signal, an order or a failure; an order ends one that an order began, in time."""
+    """Tells whether a worker takes requests. An order can end a drain that an order began."""
 
     def __init__(self) -> None:
         self._begun = asyncio.Event()

@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
-#: How often a worker with room looks for work, in case a wake-up was lost.
+#: Seconds between two looks of a worker with room for work, in case a wake-up was lost.
 IDLE_POLL_S = 1.0
-#: How often it checks its inbox for requests that it does not know.
+#: Seconds between two checks of the inbox for requests that the worker does not know.
 INBOX_CHECK_S = 2.0
-#: How long a worker whose engine has died may take to give its requests back.
+#: Seconds that a worker whose engine has died has to give its requests back.
 PARTING_S = 5.0
 
 _T = TypeVar("_T")
@@ -84,7 +84,7 @@ async def _serve(
 
 
 class _Outcome(enum.Enum):
-    """Why a run ends."""
+    """The reason why a run ends."""
 
     DRAINED = "drained"
     CUT = "cut short"  # stopped twice, or replaced: requests are left as they are
@@ -202,7 +202,7 @@ class Worker:
         self._stats = stats
         self._requests.adapters.note_stats(stats)
         if self._requests.prefetches.note_arrivals():
-            self._tasks.start(self._beat())  # somebody may wait for it
+            self._tasks.start(self._beat())  # somebody may be waiting for it
 
     async def _serve(self) -> None:
         """Start the loops, each at its time."""
