@@ -142,7 +142,8 @@ class EngineConfig:
 
     @property
     def max_drafted_rows(self) -> int | None:
-        """Rows of a decode with drafts that a GPU has graphs for; None: there are no drafts."""
+        """Return the rows of a decode with drafts that a GPU has graphs for; None: there are no
+        drafts."""
         if not self.speculation:
             return None
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
@@ -172,7 +173,7 @@ class EngineConfig:
     def page_limits(self, model: ModelConfig, num_pages: int) -> tuple[int, int]:
         """Return the most pages of an arena of `num_pages` that (KV, adapters) may have.
 
-        Raises ValueError when the floors leave one of them nothing.
+        Raises ValueError when the minima leave one of them nothing.
         """
         page_bytes = self.page_bytes(model)
         max_kv = num_pages + self.min_adapter_bytes // -page_bytes

@@ -265,7 +265,7 @@ class Row:
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes; rows of one adapter key are adjacent.
+    """The work of one forward pass; rows of one adapter key are adjacent.
 
     budget     tokens that may still be added
     failed     sequences that cannot run, with the reason; the scheduler still owns them

@@ -112,7 +112,7 @@ class _BusCopy:
     ) -> None:
         self.future: Future[None] | None = None
         self._device = device
-        # Of each layer, the event of the first group that holds all its pages.
+        # For each layer, the event of the first group that holds all its pages.
         self._events = [events[next(group for group in events if group >= end)] for end in ends]
         self._last = events[max(events)]
 

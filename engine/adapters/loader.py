@@ -25,7 +25,7 @@ from engine.stats import LoadCounts
 
 log = logging.getLogger(__name__)
 
-# The most threads that were given up and still hang; beyond these nothing more is read.
+# Largest number of threads that were given up and still hang; beyond it nothing more is read.
 _MAX_HUNG = 16
 
 
@@ -40,7 +40,7 @@ class _Hung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """How much is loaded at a time, and kept.
+    """Limits of loading and of host memory.
 
     num_threads   adapters read from disk at a time
     max_prefetch  missing adapters of waiting requests that are loaded ahead of them
@@ -106,7 +106,7 @@ class AdapterLoader:
         """
         if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
             self._to_prefetch[adapter.digest] = adapter
-        elif adapter.digest in self._in_host:  # now it is told among the newest
+        elif adapter.digest in self._in_host:  # the heartbeat now names it among the newest
             self._in_host[adapter.digest] = self._in_host.pop(adapter.digest)
 
     def start_prefetch(self, keep: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Numbers for the two matrices outside the layers that an adapter may change: one comes before the
+# Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
 EMBEDDING, HEAD = 7, 8
 
@@ -86,7 +86,7 @@ class Target(AdaptedMatrix):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
-    """What an adapter changes; all that is needed to place it in memory.
+    """The changes that an adapter makes, and everything needed to place it in memory.
 
     targets     adapted projections of layers, in layer order
     embedding   the adapted token embedding; None: it has no LoRA

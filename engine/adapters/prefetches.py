@@ -1,5 +1,5 @@
-"""Prefetches: what is to be in the arena before a request needs it, once or for as long as it is
-pinned. No torch here.
+"""Prefetches: loads adapters into the arena before a request needs them, and pins them. No torch
+here.
 
 A prefetch never takes anything from a request: it starts when no waiting request misses an adapter,
 and makes room only of what is idle. A pinned adapter is not idle, so nothing evicts it, with one

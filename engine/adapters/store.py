@@ -1,4 +1,4 @@
-"""AdapterStore: every registered adapter, from its file to its pages.
+"""AdapterStore: owns every registered adapter, from its file to its pages.
 
     DISK -> LOADING -> HOST -> COPYING -> RESIDENT
       ^        |         ^                    |
@@ -148,7 +148,7 @@ class AdapterStore:
                 adapter.lacks_room = False
             self._release_unused(adapter)
 
-    # What the scheduler asks
+    # Questions of the scheduler
 
     def is_resident(self, digest: str) -> bool:
         """Return whether a step may read the adapter; on a GPU its copy may still be running."""
@@ -168,7 +168,7 @@ class AdapterStore:
         return self._adapters[digest].error
 
     def versions(self, digests: Iterable[str]) -> tuple[int, ...]:
-        """Return the registration number of each: equal numbers mean equal content. 0: none."""
+        """Return each adapter's registration number: equal numbers mean equal content. 0: none."""
         known = map(self._adapters.get, digests)
         return tuple(0 if adapter is None else adapter.version for adapter in known)
 
@@ -176,7 +176,7 @@ class AdapterStore:
         return self._adapters[digest].num_pages
 
     def loads_of(self, digests: Iterable[str]) -> list[tuple[int, float]]:
-        """Return the bytes and the last load's seconds of those that are not forgotten yet."""
+        """Return the bytes and the last load's seconds of the adapters that are still known."""
         known = filter(None, map(self._adapters.get, digests))
         return [(a.num_sub_pages * self._sub_page_bytes, a.read_s + a.copy_s) for a in known]
 

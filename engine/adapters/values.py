@@ -14,7 +14,7 @@ from engine.adapters.plan import AdapterPlan, Target
 from engine.adapters.rows import Replacement
 from engine.errors import AdapterMismatch
 
-# Rows of a copy of the embedding to compare at a time.
+# Number of rows of a copy of the embedding to compare at a time.
 _ROWS = 8192
 
 

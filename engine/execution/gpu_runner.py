@@ -36,8 +36,8 @@ from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
-# Decodes in a step launch by launch from which on they take the decode kernel: to the prefill
-# kernel each of them is a block of its own, and empty but for one token.
+# Number of decodes in a step without a graph from which they use the decode kernel: in the prefill
+# kernel each of them is a block of its own with one token.
 _MANY_DECODES = 16
 
 
@@ -94,7 +94,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Where a step without a graph leaves its tokens, as `DecodeGraphs` does."""
+    """The place where a step without a graph leaves its tokens, like `DecodeGraphs`."""
 
     token_ids: torch.Tensor
     marked: torch.Tensor

@@ -14,7 +14,7 @@ from engine.sequence import Row, Sequence, Step
 
 @dataclass(slots=True, kw_only=True)
 class InFlightStep:
-    """What `ModelRunner.launch` returns, on a CPU and on a GPU.
+    """The result of `ModelRunner.launch`, on a CPU and on a GPU.
 
     read              waits for the step and returns one token for each of `step.sampling`
     tokens            the tokens, if the device chooses them; None: the host does, in `read`
@@ -68,7 +68,7 @@ class InFlightStep:
             sequence.is_assumed = False
 
     def commit(self, commit: Callable[[Row], None]) -> None:
-        """Call `commit` with each row whose sequence goes on, unless that has been done."""
+        """Call `commit` with each row whose sequence continues, unless that has been done."""
         if self.placed is None:
             for row in self.step.rows:
                 if self._goes_on(row.sequence):

@@ -1,4 +1,4 @@
-"""Lending: what a trainer in the engine's thread may have of a serving engine."""
+"""Lending: the memory and weights of a serving engine that a trainer in its thread may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 
 
 class Lending:
-    """Owns the pages that are lent, which are neither KV nor adapters meanwhile.
+    """Owns the pages that are lent; during the loan they are neither KV nor adapters.
 
     weights  those that the engine runs, one copy; None: `EngineConfig.lends_weights` is not set
     pages    the lent ones, one after the other
@@ -83,8 +83,9 @@ class Lending:
         return self._memory()
 
     def take_back(self) -> None:
-        """End the loan: what is in the pages is gone, and whoever had them reads them no more."""
-        # Kernels read whole pages and mask what is no token's, which must be numbers.
+        """End the loan: the content of the pages is lost, and the borrower must not read them any
+        more."""
+        # Kernels read whole pages and mask the part without tokens, which must contain numbers.
         self._memory().zero_()
         self._pool.release(self.pages)
         self.pages = range(0)

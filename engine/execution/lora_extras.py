@@ -12,7 +12,8 @@ from engine.adapters.tiles import RowMap, TileMap, VocabMap
 from engine.memory.prefix_cache import AdapterKey
 from kernels import AdjustTable, ExtraSegment, LoraExtras, NewRows, RowTable, VocabPart
 
-# Tokens with new rows that a virtual adapter may have in a RowTable: a kernel looks through them.
+# Largest number of tokens with new rows of a virtual adapter in a RowTable: a kernel looks through
+# them.
 MAX_TABLE_TOKENS = 1024
 
 ToTensor = Callable[[npt.NDArray[np.generic]], torch.Tensor]
@@ -155,7 +156,7 @@ def _row_table(rows: Sequence[tuple[NewRows, ...]], to_tensor: ToTensor) -> RowT
 
 
 def _row_offsets(part: NewRows) -> npt.NDArray[np.int64]:
-    """Where each row begins in the flat arena."""
+    """Return the place in the flat arena where each row begins."""
     rows, blocks = np.arange(part.blocks.rows), part.blocks
     starts = blocks.offsets[rows // blocks.block_rows]
     found: npt.NDArray[np.int64] = starts + rows % blocks.block_rows * blocks.width

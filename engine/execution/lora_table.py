@@ -24,7 +24,8 @@ from kernels import NUM_PROJECTIONS, LoraTable, Projection
 
 T = TypeVar("T", bound=np.generic)
 
-# Entries that are kept for adapters that the newest step does not read, 24 bytes each.
+# Largest number of entries that are kept for adapters that the newest step does not read, 24 bytes
+# each.
 _MAX_KEPT = 1 << 20
 
 # digest -> a resident adapter's tiles
@@ -95,7 +96,7 @@ class EntryCache:
 class EntryBuffers:
     """The entries of many virtual adapters on the device, one after the other.
 
-    max_entries  their number; when the room is used up, all entries are copied anew
+    max_entries  their number; when it is reached, all entries are copied again
     """
 
     def __init__(self, max_entries: int, device: torch.device) -> None:

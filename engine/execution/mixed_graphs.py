@@ -36,7 +36,7 @@ MAX_PROMPTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many tokens, sequences and blocks of prompts a bucket holds."""
+    """The numbers of tokens, sequences and blocks of prompts that a bucket holds."""
 
     tokens: int
     rows: int
@@ -113,7 +113,7 @@ class MixedGraphs:
         self._graphs[size, scope] = graph
 
     def bytes_of_others(self) -> int:
-        """Bytes that the graphs take when all are there beyond those of the largest bucket."""
+        """Return the bytes that all graphs take together, beyond those of the largest bucket."""
         return len(LoraScope) * (len(self._sizes) - 1) * GRAPH_BYTES
 
     def run(self, batch: Batch) -> torch.Tensor:

@@ -30,7 +30,7 @@ from engine.request import (
 
 log = logging.getLogger(__name__)
 
-_OWN = "\0pin "  # NUL: no caller's id begins so
+_OWN = "\0pin "  # begins with NUL, as no caller's id does
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
 
@@ -248,12 +248,12 @@ class PinnedPrefixes:
 
     @property
     def num_pages(self) -> int:
-        """How many pages are held now; each counts once."""
+        """Return the number of pages that are held now; each counts once."""
         return len({page for pin in self._pins.values() for page in pin.pages})
 
     @property
     def num_lasting_pages(self) -> int:
-        """The same without pages that are held for kept prefixes alone."""
+        """Return the same without pages that are held only for kept prefixes."""
         return len({page for pin in self._lasting for page in pin.pages})
 
     @property

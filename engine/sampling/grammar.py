@@ -271,8 +271,8 @@ class GrammarCompiler:
     def prepare(self) -> Future[None]:
         """Import the libraries and read the tokenizer now, on the compiler's thread.
 
-        A grammar that is submitted meanwhile waits for it. The future raises what importing the
-        libraries or reading the tokenizer raises.
+        A grammar that is submitted before that is done waits for it. The future raises what
+        importing the libraries or reading the tokenizer raises.
         """
         return self._threads.submit(self._prepare)
 

@@ -22,10 +22,11 @@ from engine.sequence import Sequence
 
 # A temperature below this means greedy; dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-4
-# Most likely tokens that top-p looks at; only if they hold too little probability is the whole
-# vocabulary sorted.
+# Number of most likely tokens that top-p looks at; only if they hold too little probability is the
+# whole vocabulary sorted.
 _NUM_CANDIDATES = 512
-# Noise values that a CPU computes at a time, so that intermediate results stay in its cache.
+# Number of noise values that a CPU computes at a time, so that intermediate results stay in its
+# cache.
 _MAX_NOISE = 1 << 18
 
 

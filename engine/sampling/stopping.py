@@ -15,8 +15,8 @@ from engine.text.tokenizer_files import read_end_id
 def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> frozenset[int]:
     """Return the tokens that end a text: the model's own, and that of the tokenizer.
 
-    Published folders disagree: where only the tokenizer names the end of a turn, answers would go
-    on with the user's next one.
+    Published folders disagree: where only the tokenizer names the end of a turn, answers
+    would continue with the user's next turn.
     """
     end_id: int | None = None
     if tokenizer is not None:

@@ -52,7 +52,7 @@ class Walk:
 
     @property
     def key(self) -> int:
-        """Of this walk alone."""
+        """Return the same key only for this walk."""
         return id(self)
 
     @property
@@ -86,7 +86,7 @@ class Walk:
 
 
 class Behind:
-    """A place behind drafts of which each is certain: only its mask is wanted.
+    """A place after drafts that are all certain: only its mask is wanted.
 
     inner, tree, place  as of a `Matcher`
     mask  None: not computed

@@ -36,7 +36,7 @@ class Pace:
         self._started: tuple[float, int] | None = None
 
     def start(self, now: float, num_tokens: int) -> None:
-        """Note that a step of so many tokens begins; it ends before the next `stop`."""
+        """Note that a step of `num_tokens` tokens begins; it ends before the next `stop`."""
         self._started = (now, num_tokens)
 
     def stop(self, now: float) -> None:

@@ -36,14 +36,14 @@ from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingQue
 from engine.sequence import Row, Sequence, Step
 from engine.stats import PreemptionCause
 
-# How many waiting sequences of a class that could run are considered in one step.
+# Largest number of waiting sequences of a class that are considered in one step.
 _WINDOW = 64
 _CAUSES = (PreemptionCause.OVERDUE, PreemptionCause.PRIORITY)
 _NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
 
 
 class Adapters(Protocol):
-    """What the scheduler needs of `engine.adapters.store.AdapterStore`."""
+    """The part of `engine.adapters.store.AdapterStore` that the scheduler uses."""
 
     def is_resident(self, digest: str) -> bool: ...
     def lacks_room(self, digest: str) -> bool: ...
@@ -388,7 +388,7 @@ class Scheduler:
         return True
 
     def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
-        """Return whether so many pages can be taken, after evicting what is idle.
+        """Return whether `num_pages` pages can be taken, after evicting what is idle.
 
         Keeps its own adapters, and those that an overdue sequence before it has waited for.
         """

@@ -164,7 +164,7 @@ class TextCodec:
         return len(text) // self._longest_token
 
     def max_num_chars(self, num_tokens: int) -> int:
-        """Return an upper bound for the number of characters that so many tokens decode to."""
+        """Return an upper bound for the number of characters that `num_tokens` tokens decode to."""
         return num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
