@@ -19,8 +19,19 @@ _MAX_ITEMS = 100
 #: Fields whose values are secrets or people's texts; our own code never logs them.
 NEVER_LOGGED = frozenset(
     (
-        *("password", "secret", "token", "authorization", "cookie", "api_key", "signature"),
-        *("prompt", "messages", "answer", "content", "text", "body"),
+        "password",
+        "secret",
+        "token",
+        "authorization",
+        "cookie",
+        "api_key",
+        "signature",
+        "prompt",
+        "messages",
+        "answer",
+        "content",
+        "text",
+        "body",
     )
 )
 

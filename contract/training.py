@@ -68,8 +68,13 @@ class Hyperparameters:
     alpha: float = 32.0
     #: Names of linear layers inside the decoder layers.
     target_modules: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     )
     epochs: float = 1.0
     max_steps: int | None = None  # ends training early, or repeats the data to get there

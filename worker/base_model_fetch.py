@@ -26,7 +26,11 @@ FILES = (
         "model*.safetensors",
         "model.safetensors.index.json",
     ),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "chat_template*",
 )
 _NOTED = "repository.json"

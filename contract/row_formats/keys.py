@@ -12,14 +12,58 @@ MAX_ITEMS = 128
 #: Keys without effect in a row, a message, a part of a content, a tool or a call.
 NEUTRAL = frozenset(
     (
-        *("id", "uuid", "uid", "idx", "index", "hash", "custom_id"),
-        *("row_id", "message_id", "prompt_id", "conversation_id", "session_id", "sample_id"),
-        *("source", "dataset", "dataset_name", "subset", "split", "origin", "url", "license"),
-        *("metadata", "meta", "extra", "tags", "comment", "notes", "title", "author", "version"),
-        *("category", "topic", "domain", "task", "task_type", "difficulty"),
-        *("lang", "language", "num_turns", "num_tokens", "token_count", "schemaVersion"),
-        *("timestamp", "date", "created", "created_at", "updated_at"),
-        *("model", "model_name", "generator", "annotator", "cache_control"),
+        "id",
+        "uuid",
+        "uid",
+        "idx",
+        "index",
+        "hash",
+        "custom_id",
+        "row_id",
+        "message_id",
+        "prompt_id",
+        "conversation_id",
+        "session_id",
+        "sample_id",
+        "source",
+        "dataset",
+        "dataset_name",
+        "subset",
+        "split",
+        "origin",
+        "url",
+        "license",
+        "metadata",
+        "meta",
+        "extra",
+        "tags",
+        "comment",
+        "notes",
+        "title",
+        "author",
+        "version",
+        "category",
+        "topic",
+        "domain",
+        "task",
+        "task_type",
+        "difficulty",
+        "lang",
+        "language",
+        "num_turns",
+        "num_tokens",
+        "token_count",
+        "schemaVersion",
+        "timestamp",
+        "date",
+        "created",
+        "created_at",
+        "updated_at",
+        "model",
+        "model_name",
+        "generator",
+        "annotator",
+        "cache_control",
     )
 )
 #: Keys of a message that decide whether it is learned: OpenAI's `weight`, and other trainers'
@@ -42,19 +86,39 @@ UNKNOWN = (
 NO_ROW = "has neither `messages` nor `prompt` and `completion`, and has no other known format"
 _PREFERENCE_KEYS = frozenset(
     (
-        *("preferred_output", "non_preferred_output", "preference", "margin", "kto_tag"),
-        *("score_chosen", "score_rejected", "reward", "rewards"),
+        "preferred_output",
+        "non_preferred_output",
+        "preference",
+        "margin",
+        "kto_tag",
+        "score_chosen",
+        "score_rejected",
+        "reward",
+        "rewards",
     )
 )
 _MEDIA_KEYS = frozenset(
     (
-        *("image", "images", "image_url", "video", "videos", "audio", "audios"),
-        *("objects", "attachments", "files"),
+        "image",
+        "images",
+        "image_url",
+        "video",
+        "videos",
+        "audio",
+        "audios",
+        "objects",
+        "attachments",
+        "files",
     )
 )
 _THOUGHT_KEYS = frozenset(("reasoning_content", "reasoning", "thinking", "thinking_blocks"))
 _THOUGHT_PARTS = (
-    *("thinking", "redacted_thinking", "think", "reasoning", "reasoning_text", "reasoningContent"),
+    "thinking",
+    "redacted_thinking",
+    "think",
+    "reasoning",
+    "reasoning_text",
+    "reasoningContent",
 )
 
 

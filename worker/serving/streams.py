@@ -20,8 +20,14 @@ from contract.queue import fair_queue, reply_streams, scripts
 log = logging.getLogger(__name__)
 
 SCRIPTS = (
-    *("begin", "mark_poison", "publish", "pull", "requeue", "run_alone"),
-    *("unregister", "worker_beat"),
+    "begin",
+    "mark_poison",
+    "publish",
+    "pull",
+    "requeue",
+    "run_alone",
+    "unregister",
+    "worker_beat",
 )
 
 READ_COUNT = 64
