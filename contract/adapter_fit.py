@@ -252,8 +252,7 @@ class _Fitting:
         return wanted
 
     def _repeated(self, rows: _NewRows, wanted: Mapping[Key, Shape]) -> dict[Key, Shape]:
-        """Return the tensors that PEFT may repeat: the base's matrices, what it saved, a tied
-        head's rows.
+        """Return the tensors that PEFT may repeat: the base's, saved ones, a tied head's rows.
 
         It writes these where it believes that the vocabulary was changed, or is told to.
         Source: get_peft_model_state_dict in peft/utils/save_and_load.py.

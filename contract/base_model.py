@@ -109,7 +109,7 @@ def _snapshot(repository: Path) -> tuple[Path, str]:
 
 
 def _called(path: Path, commit: str, origin: str) -> str:
-    """Return the name that the model's folder or its Hub repository gives it."""
+    """Return the last part of the folder's path, or of the Hub's name of the model."""
     if commit and path.parent.name == "snapshots":
         path = Path(origin) if origin else path.parent.parent
         if path.parent.name == "snapshots":

@@ -19,8 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Faults:
-    """The faults of one adapter. Faults of one kind become one sentence: the first, and their
-    number."""
+    """The faults of one adapter; those of one kind become one sentence: the first, and a number."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []

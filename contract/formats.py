@@ -51,8 +51,7 @@ def is_date(text: str) -> bool:
 
 
 def is_time(text: str) -> bool:
-    """Return whether the text is a time of RFC 3339 with an offset; a leap second ends a day of
-    UTC."""
+    """Return whether the text is a time of RFC 3339 with an offset, perhaps a leap second."""
     found = _TIME_TEXT.fullmatch(text)
     if found is None:
         return False

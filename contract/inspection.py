@@ -17,7 +17,7 @@ PROBE_ENDPOINT = "probe"
 #: Number of prompts in a probe, and of tokens in each.
 MAX_PROMPTS = 5
 MAX_PROMPT_TOKENS = 32
-#: Number of the likeliest last tokens that are compared.
+#: Number of likeliest tokens that are compared at the last position.
 TOP = 5
 #: Largest answer of the child, in bytes.
 MAX_ANSWER_BYTES = 4 << 20

@@ -274,8 +274,9 @@ def other_than(texts: list[str]) -> str:
 
 
 def not_beginning_with(prefix: str, *, after: str) -> str:
-    """Return the regular expression of every text, whole, that does not begin with `prefix`, nor
-    with one of the characters `after` and then `prefix`."""
+    """Return the regular expression of every whole text that does not begin with `prefix`.
+
+    It may also not begin with one of the characters `after` and then `prefix`."""
     blanks = [ord(character) for character in after]
     first = ord(prefix[0])
     ways = [_others([*blanks, first]) + _ANYTHING]

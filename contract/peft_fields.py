@@ -45,8 +45,8 @@ REFUSED = {
 _UNKNOWN = (
     "PEFT 0.21 does not know it: remove the key, or, if a newer PEFT needs it, train without it"
 )
-# Modes of `bias` other than these change the base model too, so the adapter's tensors are not all
-# of it.
+# Initialisations that leave the base model unchanged. After any other, the adapter's tensors are
+# not the whole change.
 PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 _KNOWN = HONOURED | NEUTRAL | IGNORED | REFUSED.keys()

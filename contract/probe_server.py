@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Prometheus's text format, in the form that every version reads.
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-#: Largest number of requests at a time; further ones are refused.
+#: Largest number of requests at a time; more are not answered.
 MAX_REQUESTS = 8
 #: Seconds until a client that sends or reads nothing is dropped.
 CLIENT_TIMEOUT_S = 5.0

@@ -11,8 +11,9 @@ _SCAN_BYTES = 1 << 20  # a multiple of every dtype's size
 
 
 def tensors_with_nonfinite(file: BinaryIO, tensors: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """Yield the tensors that contain a NaN or an infinity: a number whose exponent bits are all
-    ones."""
+    """Yield the tensors that contain a NaN or an infinity.
+
+    The exponent bits of both are all ones."""
     for tensor in tensors:
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin

@@ -142,8 +142,7 @@ class EngineConfig:
 
     @property
     def max_drafted_rows(self) -> int | None:
-        """Return the rows of a decode with drafts that a GPU has graphs for; None: there are no
-        drafts."""
+        """Return the rows of a decode with drafts that a GPU has graphs for; None: no drafts."""
         if not self.speculation:
             return None
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))

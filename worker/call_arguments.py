@@ -64,7 +64,7 @@ def learned_calls(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _OutOfTime in the block after this much CPU time."""
+    """Raise _OutOfTime in the block after `seconds` of CPU time."""
 
     def end(number: int, frame: object) -> None:
         raise _OutOfTime

@@ -143,7 +143,7 @@ class WorkerConfig:
     alive_file: Path | None = None
     log_format: str = "console"
     log_level: str = "INFO"
-    #: Address of /metrics, /healthz and /readyz, which need no key; port 0: no server.
+    #: Port and address of /metrics, /healthz and /readyz, which need no key; port 0: no server.
     metrics_port: int = 0
     metrics_address: str = "127.0.0.1"
 
@@ -231,8 +231,7 @@ def _precision(text: str) -> str | None:
 
 
 def _reserved_share(read: _Reader) -> float:
-    """Return the share of GPU memory that the worker leaves free for training, its own or a
-    trainer's."""
+    """Return the share of GPU memory that the worker leaves free for training."""
     gpu = read.text("LORIKEET_GPU", "")
     trains = read.text("LORIKEET_TRAINING_SOCKET", "") != ""
     try:

@@ -28,7 +28,7 @@ try:
 except ImportError:  # Windows: two commands at once for one folder share a version
     fcntl = None  # type: ignore[assignment]
 
-#: Seconds after which the server ends an upload that is not complete.
+#: Seconds after which a note is useless: the server ends an open upload after a day.
 NOTE_EXPIRES_S = 2 * 86400
 #: The store may lose parts that had arrived: then they are sent again.
 MAX_ROUNDS = 3
@@ -91,7 +91,7 @@ class _Upload:
         return ("adapters", self._adapter, "versions", number)
 
     def _abort(self, number: int) -> None:
-        """End the upload that `params` began earlier, unless it is complete."""
+        """End the upload of this version, unless it is complete."""
         with contextlib.suppress(ApiError):
             self._session.send("DELETE", *self._place(number), "upload")
             say(f"{self._adapter}@{number} was begun with other settings. Starting a new version.")
@@ -113,8 +113,7 @@ class _Upload:
         return state
 
     def _go_on(self, note: _Note) -> dict[str, Any] | None:
-        """Return the open upload of these files, or its version if it is complete; None if neither
-        exists."""
+        """Return the open upload of these files, or its complete version; None: neither."""
         if note.number is None:
             return None
         place = self._place(note.number)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lorikeet_cli.errors import CliError
 
-#: Largest number of cases and of bytes in one version of a suite.
+#: Largest number of cases in one version of a suite, and largest request that makes it, in bytes.
 MAX_CASES = 2000
 MAX_CASES_BYTES = 2_000_000
 MAX_BYTES = 16 << 20

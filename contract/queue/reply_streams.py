@@ -19,7 +19,8 @@ from __future__ import annotations
 from contract.protocol import OUT_STREAM_TTL_S
 
 _PREFIX = "batch-"
-#: Longest time of a batch in seconds; a runner has as long again to read its answers.
+#: Seconds that a batch's stream is kept: the longest time of a batch, and as long again for a
+#: runner to read its answers.
 BATCH_STREAM_TTL_S = 2 * 24 * 3600
 
 

@@ -167,8 +167,7 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _calls_of_text(where: str, text: Any) -> list[dict[str, Any]]:
-    """Return the calls that a turn's text contains: an object with a name and arguments, or
-    several."""
+    """Return the calls in a turn's text: an object with a name and arguments, or several."""
     try:
         told = read_value(text) if isinstance(text, str) else text
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-#: Largest nesting of a row.
+#: Largest number of messages in a row.
 MAX_MESSAGES = 2048
 #: Largest number of items in each list of a message, and of functions in a row.
 MAX_ITEMS = 128

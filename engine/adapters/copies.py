@@ -31,8 +31,7 @@ class Arrival(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Return whether a step that reads the adapter may be launched, if it calls the waits
-        below."""
+        """Return whether a step that reads the adapter may be launched, with the waits below."""
 
     @property
     def is_done(self) -> bool:

@@ -74,8 +74,7 @@ class Target(AdaptedMatrix):
         return self.site.projection
 
     def has_shift(self, model: ModelConfig) -> bool:
-        """Return whether a vector is added to the product, see
-        `engine.adapters.values.AppliedValues`."""
+        """Return whether a vector is added to the product, see `AppliedValues`."""
         return self.bias is not None or (self.magnitude is not None and self.site.has_bias(model))
 
     @property

@@ -1,5 +1,4 @@
-"""Prefetches: loads adapters into the arena before a request needs them, and pins them. No torch
-here.
+"""Prefetches: loads adapters into the arena before requests need them, and pins them. No torch.
 
 A prefetch never takes anything from a request: it starts when no waiting request misses an adapter,
 and makes room only of what is idle. A pinned adapter is not idle, so nothing evicts it, with one

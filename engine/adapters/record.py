@@ -13,7 +13,8 @@ from engine.adapters.pages import SUB_PAGES, Place
 from engine.adapters.tiles import TileMap
 from engine.errors import AdapterDamaged, AdapterError, AdapterUnavailable
 
-# Seconds between two attempts to load an adapter; doubled with each failure in a row.
+# Shortest and longest pause between two attempts to load an adapter, in seconds; doubled with each
+# failure in a row.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
 
 

@@ -40,8 +40,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabMap:
-    """The location of an adapter's A and B of the embedding or the LM head, see
-    `kernels.VocabPart`.
+    """The location of an adapter's LoRA of the embedding or the LM head (`kernels.VocabPart`).
 
     Offsets are those of the packed adapter or of the arena, as in the TileMap that this is part of.
     """

@@ -32,11 +32,13 @@ from kernels.training import SPAN
 
 log = logging.getLogger(__name__)
 
-# Seconds of steps for requests without a first token before training may compute a layer again.
+# Longest time of steps in a row for requests without a first token, before training computes a
+# layer, in seconds.
 _BURST_S = 1.0
-# Seconds in which a pass of the widest micro-batch has to end once pages are wanted back.
+# Default token_budget: the pass of the widest micro-batch has to end soon once pages are wanted
+# back.
 _TOKENS = {"cpu": 256, "cuda": 4096}
-# Bytes of a GPU's free memory that are left to serving: blocks of its allocator, prompts'
+# Share of a GPU's free memory that is left to serving: blocks of its allocator, prompts'
 # activations.
 _LEFT_FREE = 0.25
 # Ranks that kernels are compiled for before requests come: each compiled kernel also serves nearby
@@ -186,7 +188,7 @@ class TrainingRoom:
         return self._trainer
 
     def serve_by(self, serving: Serving) -> None:
-        """Let another thread's functions step the engine from now on."""
+        """Step the engine through `serving` from now on."""
         self._serving = serving
 
     def close(self) -> None:
@@ -229,8 +231,7 @@ class TrainingRoom:
         return DeviceStopwatch() if self._weights.embedding.is_cuda else HostStopwatch()
 
     def _num_recomputed(self, dtype: torch.dtype) -> int:
-        """Return the number of layers that a micro-batch computes twice, given the free memory
-        outside the arena."""
+        """Return how many layers a micro-batch computes twice with the free memory."""
         device = self._weights.embedding.device
         if device.type == "cpu":
             return 0

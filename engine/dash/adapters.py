@@ -120,8 +120,7 @@ class AdapterNames:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self, adapter: NamedAdapter) -> None:
-        """Drop an adapter that has lost its name; if the engine hears of it later, `_read` drops
-        it."""
+        """Drop an adapter that has lost its name; if the engine hears of it later, `_read` does."""
         if not adapter.ready.cancel():
             self._loop.call(lambda engine: self.release(engine, [adapter]))
 

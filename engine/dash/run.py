@@ -307,7 +307,6 @@ class Run:
 
 
 def _schema_error(job: Job, completion: Completion) -> str | None:
-    """Return the completion's `schema_error`."""
     if job.json_schema is None:
         return None
     if completion.finish_reason is FinishReason.ERROR:

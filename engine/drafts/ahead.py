@@ -28,7 +28,7 @@ MAX_DRAFTS = 16
 #: and costs one otherwise.
 _LEAST_KEPT = 0.5
 
-#: Number of times that masks are computed to find further drafts.
+#: Largest number of rounds in which masks are computed to find further drafts.
 _MAX_ROUNDS = 3
 
 #: Computes the masks of several walks together: see `Grammars.compute_masks`.

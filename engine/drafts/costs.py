@@ -37,8 +37,7 @@ class StepCosts:
     only_decodes: bool
 
     def least_chance(self, num_sampling: int, num_rows: int, num_drafts: int) -> float:
-        """Return the smallest chance of being right at which a draft pays, after `num_before` of
-        its sequence.
+        """Return the smallest chance of being right at which a draft pays.
 
         A step of R rows costs 1 + cR and gives a token to each of its S sequences; one more row
         pays if it gives more tokens for its c than that.

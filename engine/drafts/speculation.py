@@ -266,7 +266,7 @@ class Speculation:
                 # given back.
                 self._tables.commit(Row(row.sequence, 0))
         drafted, was_ahead = launched.drafted, launched.placed is not None
-        # If the next step was launched over these pages, they are overwritten.
+        # If the next step was launched over this one, its states are overwritten.
         states = () if drafted is None or was_ahead else drafted.last_states()
         for sequence, state in states:
             if sequence.is_running and sequence.drafting is not None:
@@ -279,7 +279,7 @@ class Speculation:
         proposals, launched.step.proposals = launched.step.proposals, []
         for row, proposal in proposals:
             sequence = row.sequence
-            # If the step's drafts are certain, the next step may have pages already.
+            # If the step's drafts are certain, the next step may already have taken pages.
             if proposal.tokens and sequence.is_running and not was_ahead:
                 self._tables.trim(sequence)
         self._unlearned += proposals
@@ -302,7 +302,7 @@ class Speculation:
                 num_right += is_right
                 num_unwaited += is_right and source in (Source.FORCED, Source.CHOICE)
             if not proposal.is_ahead:
-                # Forced text and choices need no waiting: they take one step more without it.
+                # Forced text and choices need no waiting: without it they only take one step more.
                 proposal.profile.note_gain(num_right - max(0, num_unwaited - 1))
         if self._choices:
             self._choices = [choice for choice in self._choices if not choice.learn()]

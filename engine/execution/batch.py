@@ -165,8 +165,7 @@ class BatchBuilder:
         seg_adapter: npt.NDArray[np.int32],
         rows: npt.NDArray[np.int64],
     ) -> LoraExtras | None:
-        """Return the extras of the current table's adapters for these rows of the step; the given
-        rows' logits are wanted."""
+        """Return the extras of the table's adapters; the logits of `rows` are wanted."""
         if not keys or self._extras is None:
             return None
         return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), rows)

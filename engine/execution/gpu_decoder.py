@@ -366,8 +366,7 @@ class GpuModel:
         onto: torch.Tensor | None = None,
         linear: Linear | None = None,
     ) -> tuple[torch.Tensor, Scales | None]:
-        """Return (x W^T + b, the scales that it lacks); the library adds to it where something is
-        added.
+        """Return (x W^T + b, the scales that it lacks).
 
         An FP8 product that a bias is added to, or that adapters adjust, gets its scales here.
         """
@@ -411,12 +410,12 @@ class GpuModel:
     def _side_stream(
         self, batch: GpuBatch, projections: tuple[Projection, ...]
     ) -> torch.cuda.Stream | None:
-        """Return the stream on which adapters' kernels run beside the main stream, until `_join`.
+        """Return the stream for adapters' kernels beside the main stream, until `_join`.
 
-        Before the product as a rule: its blocks hold their processors from end to end, and short
-        kernels wait for them to go. Where many adapters are read, not so for gate and up in a
-        decode: that product leaves processors and some of the memory's bandwidth over, in which
-        the shrink is done by its end. None: adapters' kernels take turns with the products.
+        Usually they run before the product: its blocks hold their processors from end to end, and
+        short kernels would wait. For gate and up in a decode with many adapters they run beside
+        it: that product leaves enough processors and bandwidth for the shrink. None: adapters'
+        kernels take turns with the products.
         """
         plan, side = batch.plan, self._before
         if batch.is_in_line or plan is None or side is None:
@@ -433,8 +432,7 @@ class GpuModel:
 
 
 def _readers(batch: GpuBatch, weight: Matrix | None) -> dict[str, Any]:
-    """Return the readers that `norm_triton` writes for: the matrix that multiplies its output, and
-    adapters."""
+    """Return `norm_triton`'s arguments for the matrix and the adapters that read its output."""
     if not isinstance(weight, Fp8Matrix):
         return {}
     return {"reader": weight, "is_plain": batch.plan is not None}

@@ -83,8 +83,7 @@ class Lending:
         return self._memory()
 
     def take_back(self) -> None:
-        """End the loan: the content of the pages is lost, and the borrower must not read them any
-        more."""
+        """End the loan: the pages' content is lost, and the borrower must not read it any more."""
         # Kernels read whole pages and mask the part without tokens, which must contain numbers.
         self._memory().zero_()
         self._pool.release(self.pages)

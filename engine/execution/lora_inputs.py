@@ -101,8 +101,7 @@ class LoraInputs:
         self._loaded = lora.table
 
     def _fits_extras(self, extras: LoraExtras | None) -> bool:
-        """Return whether tables hold the extras; those as wide as the vocabulary run without a
-        graph."""
+        """Return whether tables hold the extras; wider ones run without a graph."""
         if extras is None:
             return True
         rows = (table for table in (extras.embedding_rows, extras.head_rows) if table is not None)

@@ -22,8 +22,8 @@ from engine.sequence import Row, Sequence
 from kernels import LoraExtras
 from kernels.lora_vocab import sampled
 
-# Largest size of one block's logits in fp32, in bytes; computing the scores takes twice as much
-# again.
+# Largest size of one block's logits in fp32, in bytes; computing the scores takes twice as much in
+# addition.
 _BLOCK_BYTES = 32 << 20
 
 # x [R, E] of scored rows, and their adapters' extras -> logits [R, V]

@@ -59,8 +59,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
     ) -> None:
-        """Load what is missing. Raises UnsupportedModel, ValueError for the arena's size,
-        OutOfMemory on a GPU."""
+        """Load the model. Raises UnsupportedModel, OutOfMemory, ValueError for the arena's size."""
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
@@ -138,8 +137,7 @@ class ModelRunner:
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
-        """Return the order of adapters in which this step's rows run fastest; missing ones come
-        last."""
+        """Return the order of adapters in which the step runs fastest; missing ones come last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
     def forget_adapter(self, digest: str) -> None:
@@ -195,8 +193,7 @@ class ModelRunner:
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Return the logits [N, V] of the batch's sampling rows; the step's KV is in the arena
-        after."""
+        """Return the logits [N, V] of the sampling rows; write the step's KV to the arena."""
         if self._gpu is not None:
             return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))

@@ -29,8 +29,8 @@ class ReloadCosts:
     disk: float
     prefix: float
 
-    # Seconds to reload an adapter of any size: its copies are queued, its files are opened and
-    # parsed.
+    # Fixed part of the seconds to reload an adapter: its copies are queued; its files are opened
+    # and parsed.
     HOST_S: ClassVar[float] = 2e-4
     DISK_S: ClassVar[float] = 5e-3
 

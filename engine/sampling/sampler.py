@@ -109,8 +109,7 @@ class Sampler:
         self._states[sequence].note(token_id)
 
     def is_free(self, sequence: Sequence) -> bool:
-        """Return whether the next tokens can be chosen from the model's logits alone, on the
-        device."""
+        """Return whether the device can choose the next tokens from the model's logits alone."""
         params, state = sequence.request.sampling, self._states[sequence]
         return (
             params.logprobs is None

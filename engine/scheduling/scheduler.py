@@ -342,8 +342,7 @@ class Scheduler:
         return victim is not None
 
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
-        """Return whether the sequence's adapters are resident and within the limit of adapters in
-        use.
+        """Return whether the sequence's adapters are resident and within the limit of adapters.
 
         If pages for them are missing, frees them for `AdapterStore.poll` to take.
         """
@@ -362,8 +361,7 @@ class Scheduler:
         return True
 
     def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
-        """Return whether an adapter of the first waiting sequence has no room though nothing else
-        runs.
+        """Return whether the first waiting sequence lacks an adapter though nothing runs.
 
         That happens if prefixes were pinned after the request had been accepted.
         """

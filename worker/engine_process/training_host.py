@@ -115,8 +115,7 @@ class TrainingHost:
         self._listener.close()
 
     def _reply(self, client: _Client, message: Message) -> Message:
-        """Return the answer; never raise: an error of training is its owner's, and serving
-        continues."""
+        """Return the answer; never raise, because an error of training must not end serving."""
         try:
             if message.fields.get("do") == "open":
                 return self._open(client, message.fields)

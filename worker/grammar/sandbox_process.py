@@ -165,8 +165,9 @@ def _ask(connection: Connection, pid: int, job: tuple[Any, ...], cpu_s: float) -
 
 
 def _processor_time(pid: int) -> float:
-    """Return the CPU seconds of a process so far; the clock's number is as in Linux's
-    clock_getcpuclockid(3)."""
+    """Return the CPU seconds of a process so far.
+
+    The clock's number is as in Linux's clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
 
 

@@ -221,8 +221,7 @@ class ActiveRequest:
 
     @property
     def awaits_check(self) -> bool:
-        """Return whether all is generated and some answers are still to be checked against a
-        schema."""
+        """Return whether all is generated, but an answer is not checked against its schema yet."""
         return not self.is_finished and self._is_generated and bool(self.unchecked)
 
     @property
@@ -361,7 +360,6 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _drafts_of(usage: Usage) -> dict[str, int] | None:
-    """Return the record's `drafts`."""
     drafts = {**(usage.accepted_drafts or {}), "rejected": usage.rejected_drafts}
     return drafts if any(drafts.values()) else None
 

@@ -68,8 +68,7 @@ class Adapters:
         )
 
     def on_disk_alone(self, count: int) -> tuple[str, ...]:
-        """Return up to this number of adapters that are on the disk and in no memory, the newest
-        last."""
+        """Return at most `count` adapters on the disk and in no memory, the newest last."""
         in_memory = {*self._stats.resident_digests, *self._stats.host_digests}
         alone = (digest for digest in self._cache.newest_first() if digest not in in_memory)
         return tuple(itertools.islice(alone, count))[::-1]

@@ -211,6 +211,6 @@ class Choice:
 
 
 def _cut(entry: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the entry with at most this number of alternatives."""
+    """Return the entry with at most `number` alternatives."""
     top = entry["top_logprobs"]
     return {**entry, "top_logprobs": None if top is None else top[:number]}

@@ -417,8 +417,9 @@ class Worker:
         return self._drains.is_on
 
     async def _give_requests_back(self) -> None:
-        """End the requests with half-sent answers and requeue the rest at once, so that they do
-        not wait until this worker is found dead."""
+        """End the requests with half-sent answers and requeue the rest at once.
+
+        Otherwise they would wait until this worker is found dead."""
         requests = self._requests
         suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
         self._stop_pulling(is_final=True)
@@ -432,8 +433,9 @@ class Worker:
                 await self._unregister()
 
     async def _unregister(self) -> None:
-        """Unregister this worker, whose inbox must be empty: gateways would give up its requests
-        before another worker takes them over."""
+        """Unregister this worker, whose inbox must be empty.
+
+        Gateways would give up its requests before another worker takes them over."""
         async with self._heartbeat_lock:  # no heartbeat may follow
             self._has_left = True
             with contextlib.suppress(RedisError, OSError):

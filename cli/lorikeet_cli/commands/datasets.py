@@ -135,8 +135,7 @@ def set_source(
     name: _NAME,
     file: Annotated[Path, typer.Argument(help="JSON, as PUT /api/v1/datasets/NAME/source has it.")],
 ) -> None:
-    """Set where a dataset is pulled from. The settings are in a file, so that no key is on a
-    command line."""
+    """Set where a dataset is pulled from, by a file, so that no key is on a command line."""
     try:
         body = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

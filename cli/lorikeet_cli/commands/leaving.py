@@ -19,7 +19,7 @@ from lorikeet_cli.replay import COLUMNS, WORST_COLUMNS, Replay, replay
 from lorikeet_cli.session import Session, command, completer
 from lorikeet_cli.uploads import Source
 
-#: Metadata of the job here: the id of the old job, and a digest of all settings.
+#: Key of the job's metadata that holds the old job's id and a digest of all settings.
 IMPORTED = "imported_from"
 _COLUMNS: list[Column] = [
     ("MODEL", "fine_tuned_model"),

@@ -92,8 +92,9 @@ def _page(session: Session, filters: dict[str, Any], limit: int) -> dict[str, An
 
 def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
     try:
-        # Import this before anything is printed: a Ctrl-C during an import that makes a dataclass
-        # can end Python by the signal instead of exit code 0, even where the exception is caught.
+        # Fetch before anything is printed: the first request imports modules, and a Ctrl-C while
+        # one of them makes a dataclass can end Python by the signal instead of exit code 0, even
+        # where the exception is caught.
         first = _page(session, filters, max(limit, PAGE))["data"]
         if session.form is Form.TABLE:
             _print_line([title for title, _ in _COLUMNS])
