@@ -26,8 +26,9 @@ MAX_PROBLEMS = 20
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
 _FORM = (
-    ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}. '
-    "`lorikeet datasets convert FILE NEW_FILE` makes it of a JSON array and other formats."
+    ' The file must be JSONL, with one chat in each line: {"messages": [{"role": "user", '
+    '"content": "…"}, …]}. '
+    "`lorikeet datasets convert FILE NEW_FILE` converts a JSON array and other formats."
 )
 _OTHER_FORMAT = "is a row of another format"
 _CONVERT = (
@@ -165,4 +166,4 @@ def _check_text(row: Any) -> None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise WrongRow("", "has half of a surrogate pair, which is no character") from None
+        raise WrongRow("", "has half of a surrogate pair, which is not a character") from None

@@ -96,7 +96,7 @@ def parse(pattern: str) -> Choice:
 
 
 def _invalid(problem: str) -> BadPattern:
-    return BadPattern(f"is no regular expression of ECMA-262: {problem}", is_invalid=True)
+    return BadPattern(f"is not a regular expression of ECMA-262: {problem}", is_invalid=True)
 
 
 class _Parser:
@@ -257,8 +257,8 @@ class _Parser:
         ranges = property_ranges(expression)
         if ranges is None:
             raise BadPattern(
-                f"uses \\p{{{expression[:60]}}}, which is not known: of the properties there are "
-                "the general categories, as in \\p{L}, Any, ASCII and Assigned"
+                f"uses \\p{{{expression[:60]}}}, which is not known: use one of "
+                "the general categories, such as \\p{L}, Any, ASCII and Assigned"
             )
         return ranges
 
@@ -272,7 +272,7 @@ class _Parser:
             return code
         if self._text.startswith(("u{", "p{", "P{"), self._at):
             raise _invalid(f"\\{self._text[self._at]}{{ has no end, or not what may stand in it")
-        character = self._next("a \\ stands at its end")
+        character = self._next("it ends with a \\")
         after = self._text[self._at : self._at + 1]
         if character == "c":
             if after.isascii() and (after.isalpha() or (in_class and _is_word(after))):

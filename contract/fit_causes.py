@@ -49,7 +49,9 @@ class Faults:
             message = first.message
             if others:
                 message += (
-                    "; so with 1 other" if len(others) == 1 else f"; so with {len(others)} others"
+                    "; 1 other has the same fault"
+                    if len(others) == 1
+                    else f"; {len(others)} others have the same fault"
                 )
             told.append(Problem(first.file, first.field, message))
         return told
@@ -109,7 +111,7 @@ def rank_problem(
     pairs = {(adapted.rank(module), rank) for module, rank in ranks.items()}
     field = "rank_pattern" if module in adapted.ranks else "r"
     of = f" for {module}" if len(pairs) > 1 or field == "rank_pattern" else ""
-    others = f" (so with {len(ranks) - 1} other modules)" if of and ranks.keys() - {module} else ""
+    others = f" (and for {len(ranks) - 1} other modules)" if of and ranks.keys() - {module} else ""
     message = (
         f"it is {adapted.rank(module)}{of}, but the tensors have rank {rank}{others}: upload the "
         f"{CONFIG_FILE} that was saved with them"

@@ -180,7 +180,7 @@ def load_json(text: bytes, max_bytes: int) -> dict[str, Any]:
         # JSON can contain a lone surrogate, but it can be neither stored nor hashed.
         json.dumps(raw, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise _bad_file("it has a lone surrogate, which is no character") from error
+        raise _bad_file("it has a lone surrogate, which is not a character") from error
     except ValueError as error:
         raise _bad_file(f"it {error}") from error
     return raw

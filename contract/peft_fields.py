@@ -62,7 +62,9 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, why
     if unknown:
         others = len(unknown) - 1
-        many = f"; so with {others} other key{'s' if others > 1 else ''}" if others else ""
+        many = (
+            f"; the same holds for {others} other key{'s' if others > 1 else ''}" if others else ""
+        )
         yield unknown[0], _UNKNOWN + many
 
 

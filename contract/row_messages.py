@@ -293,7 +293,7 @@ def _learned_arguments(field: str, text: str) -> tuple[dict[str, Any], bool]:
             value = read_value(value)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise WrongRow(field, "has half of a surrogate pair, which is no character") from None
+        raise WrongRow(field, "has half of a surrogate pair, which is not a character") from None
     except ValueError as error:
         told = str(error).partition(":")[0]
         raise WrongRow(field, f"must be {_OBJECT}: it {told}") from None

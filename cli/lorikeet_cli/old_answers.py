@@ -50,18 +50,20 @@ def read_answers(path: Path) -> OldAnswers:
             "ends with the old answer."
         )
     if not cases:
-        raise CliError(f"{path} has no answers in texts to compare with.")
+        raise CliError(f"{path} has no text answers to compare with.")
     if len(cases) > MAX_CASES:
-        raise CliError(f"{path} has {len(cases)} answers; {MAX_CASES} can be compared. Take some.")
+        raise CliError(
+            f"{path} has {len(cases)} answers; at most {MAX_CASES} can be compared. Remove some."
+        )
     if len(json.dumps(cases)) > MAX_CASES_BYTES:
-        raise CliError(f"{path} has more than {MAX_CASES_BYTES:,} bytes of answers. Take some.")
+        raise CliError(f"{path} has more than {MAX_CASES_BYTES:,} bytes of answers. Remove some.")
     return OldAnswers(cases, num_left_out)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise CliError(f"{path} has more than {MAX_BYTES >> 20} MiB. Take some of its lines.")
+            raise CliError(f"{path} has more than {MAX_BYTES >> 20} MiB. Remove some lines.")
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():

@@ -106,4 +106,4 @@ def _written(row: Any) -> bytes:
     try:
         return json_text(row).encode()
     except UnicodeEncodeError:
-        raise NotConverted("", "has half of a surrogate pair, which is no character") from None
+        raise NotConverted("", "has half of a surrogate pair, which is not a character") from None

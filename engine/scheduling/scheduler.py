@@ -442,5 +442,5 @@ def _has_failed(step: Step, sequence: Sequence) -> bool:
 
 def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:
     return OutOfPages(
-        f"the request alone needs {num_pages} pages more than there are of {pool.num_pages}"
+        f"the request alone needs {num_pages} more pages than are free of {pool.num_pages}"
     )

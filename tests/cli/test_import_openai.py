@@ -147,7 +147,7 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     path = answers(tmp_path, good, "{", {"messages": []}, {"messages": [USER]}, [good], good)
     with pytest.raises(CliError, match=r"line 2, 3, 4, 5: a line is"):
         read_answers(path)
-    with pytest.raises(CliError, match="has no answers in texts"):
+    with pytest.raises(CliError, match="has no text answers"):
         read_answers(answers(tmp_path))
     with pytest.raises(CliError, match=f"{MAX_CASES} can be compared"):
         read_answers(answers(tmp_path, *[good] * (MAX_CASES + 1)))

@@ -351,7 +351,7 @@ def test_bytes_that_are_no_row_are_named_by_their_line(line: bytes, expected: st
 
 def test_a_file_of_another_kind_is_told_what_is_wanted() -> None:
     complaint = lint(b"question,answer\nhi,there\n").complaint
-    assert complaint.startswith("line 1 is not JSON; line 2 is not JSON. The file is JSONL")
+    assert complaint.startswith("line 1 is not JSON; line 2 is not JSON. The file must be JSONL")
     assert complaint.count('{"messages":') == 1
     assert "char 0" not in complaint
     assert "Expecting" not in complaint

@@ -90,8 +90,8 @@ def _check(account: Account) -> dict[str, Any] | None:
     except Forbidden as error:
         if error.status == 401:
             raise NotSignedIn(
-                f"{account.url} does not know this key. Was it copied whole, and is it of this "
-                "server? Nothing was saved."
+                f"{account.url} does not know this key. Copy the whole key "
+                "of this server. Nothing was saved."
             ) from error
         if account.is_operator:
             return None  # a key with narrow scopes may not read its tenant

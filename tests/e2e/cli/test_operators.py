@@ -130,7 +130,7 @@ def spoil_list(folder: Path) -> tuple[str, str]:
 
 def spoil_slug(folder: Path) -> tuple[str, str]:
     (folder / "x.toml").write_text('name = "X"')
-    return "x.toml", "Name the tenant"
+    return "x.toml", "or name the tenant"
 
 
 def spoil_size(folder: Path) -> tuple[str, str]:
