@@ -105,7 +105,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._text, self._at = pattern, 0
         self._num_groups = self._num_properties = 0
-        self._names: frozenset[str] = frozenset()  # of the groups in this branch so far
+        self._names: frozenset[str] = frozenset()  # names of the groups in this branch so far
         self._all_names: set[str] = set()
         self._numbers_used: list[int] = []
         self._names_used: list[str] = []

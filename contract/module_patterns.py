@@ -286,6 +286,6 @@ def _has(kind: str, value: Any, character: str) -> bool:
         return bool(ord(character) == value)
     if kind == "RANGE":
         return bool(value[0] <= ord(character) <= value[1])
-    name = str(value)  # of a category, such as CATEGORY_NOT_DIGIT
+    name = str(value)  # a category, such as CATEGORY_NOT_DIGIT
     is_in = re.match(_CATEGORIES[name.rsplit("_", 1)[-1]], character) is not None
     return is_in != ("_NOT_" in name)

@@ -206,7 +206,7 @@ class GenerateJob(Message):
     regex: str | None = None  # the whole answer must match it
     grammar: str | None = None  # the whole answer must match it; Lark that we wrote
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
-    tool_schemas: tuple[str, ...] = ()  # of each tool: the schema of its arguments for the decoder
+    tool_schemas: tuple[str, ...] = ()  # the schema of each tool's arguments, for the decoder
     # names of tools: a call of them that breaks its schema is a failure
     strict_tools: tuple[str, ...] = ()
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
@@ -239,10 +239,10 @@ class GenerateJob(Message):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Message):
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
     accepted_drafts: dict[str, int] | None = None  # by source; None: none
-    rejected_drafts: int = 0  # of no use, and not billed
+    rejected_drafts: int = 0  # they were wrong, and are not billed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class TokenEvent(Message):
     request_id: str
     lease: int
     seq: int
-    index: int = 0  # of the choice
+    index: int = 0  # number of the choice
     text: str = ""
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; behind a
     #: raw prompt also "id", with `GenerateJob.token_details` "id", "special" and "text", what it
@@ -267,7 +267,7 @@ class TokenEvent(Message):
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
     # tokens of the answer if `with_token_ids`, or the answer of tokenizing
     token_ids: tuple[int, ...] | None = None
-    token_strs: tuple[str, ...] | None = None  # of tokenizing: their texts in the vocabulary
+    token_strs: tuple[str, ...] | None = None  # for tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
     # `with_counts`: the choice's own prompt and tokens so far In a request's first event and beside
     # `usage`: how long it waited for its turn.
@@ -321,7 +321,7 @@ class DoneRecord(Message):
     stream: bool = False
     endpoint: str = ""
     is_batch: bool = False
-    weights: tuple[float, ...] = ()  # of the digests
+    weights: tuple[float, ...] = ()  # one for each digest
     # settings that differ from the defaults, without texts of the client
     sampling: dict[str, Any] | None = None
     # number of workers that took it; above one, earlier workers were lost

@@ -84,14 +84,14 @@ class Hyperparameters:
     max_length: int = 512  # tokens of a row; a longer one is an error unless `truncate`
     truncate: bool = False  # cut longer rows
     seed: int = 0
-    validation_share: float = 0.0  # of the prompts, to validate with
+    validation_share: float = 0.0  # share of the prompts to validate with
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
     packing: bool = False  # short rows share a sequence of max_length, and do not see each other
     gradient_accumulation: int = 1  # batches of a step
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
-    quantization: str | None = None  # of the base while it trains; one of QUANTIZATIONS
+    quantization: str | None = None  # storage of the base during training; one of QUANTIZATIONS
     draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class ControlMessage(Message):
     tenant_id: str = ""  # the tenant whose quota a prefetch counts in
     pin_s: float = 0.0  # seconds that the adapter stays on the GPU, unless it is requested again
     prefix: str = ""  # names one tenant's adapters, weights and system prompt
-    adapters: tuple[AdapterRef, ...] = ()  # of the prefix
+    adapters: tuple[AdapterRef, ...] = ()  # adapters of the prefix
     system_prompt: str = ""  # empty: the worker's heartbeat already has the prefix
 
     @classmethod

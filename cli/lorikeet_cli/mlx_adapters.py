@@ -42,7 +42,7 @@ _PARAMETERS = frozenset({"rank", "scale", "dropout", "keys", "alpha"})
 class Tensor:
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # of its bytes, from the start of the file
+    begin: int  # its first byte, counted from the start of the file
     end: int
 
 

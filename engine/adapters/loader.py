@@ -74,7 +74,7 @@ class AdapterLoader:
         self._reader, self._host, self._pool = reader, host, pool
         self._limits, self._clock = limits, clock
         self._in_host: dict[str, Adapter] = {}  # packed ones
-        # Of these, those in the slab that are not being copied to the arena.
+        # Those of them in the slab that are not being copied to the arena.
         self._evictable = EvictionIndex(partial(packed_candidate_of, costs))
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # may not be tried again yet

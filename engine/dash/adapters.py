@@ -52,7 +52,7 @@ class AdapterNames:
         self._loop = loop
         self._offload_dir = None if offload_dir is None else offload_dir.absolute()
         self._named: dict[str, NamedAdapter] = {}
-        self._lock = threading.Lock()  # of `_named` and of its adapters' digests
+        self._lock = threading.Lock()  # guards `_named` and its adapters' digests
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
 
     def register(self, name: str, source: str | Path, revision: str | None = None) -> None:

@@ -67,7 +67,7 @@ class LoraInputs:
                 weight=torch.zeros(MAX_NEW_ROWS, dtype=torch.float32, device=device),
             )
             for _ in range(2)
-        )  # of the embedding, of the last matrix
+        )  # for the embedding, for the last matrix
         self._loaded: LoraTable | None = None
         # The contents of the buffers: the vectors, and the two tables of rows.
         self._extended: list[AdjustTable | RowTable | None] = [None, None, None]

@@ -84,7 +84,7 @@ class PinnedPrefixes:
         self._prefixes, self._page_size, self._max_pages = prefixes, page_size, max_pages
         self._versions = versions
         self._pins: dict[bytes, _Pin] = {}  # by the last key
-        self._known: dict[str, _Hashed] = {}  # of the last `keep`
+        self._known: dict[str, _Hashed] = {}  # from the last `keep`
         self._kept: dict[str, bytes | None] = {}  # name -> last key; None: it fills no page
         self._computing: dict[str, _Pin] = {}  # by request id
         self._num_made = 0

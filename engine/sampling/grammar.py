@@ -204,7 +204,7 @@ class _Backend:
         # The backend takes an Outlines model but reads only its tokenizer.
         self._outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
-        self.num_words = -(-self._outlines.llg_tokenizer.vocab_size // 32)  # of a mask
+        self.num_words = -(-self._outlines.llg_tokenizer.vocab_size // 32)  # length of a mask
 
     def compile(self, grammar: Grammar) -> Any:
         """Make a matcher, which may be in error; raise what the libraries raise."""

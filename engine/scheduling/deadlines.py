@@ -88,7 +88,7 @@ class Deadlines:
         self._count_uncomputed = count_uncomputed
         self._entries: list[_Entry] = []  # the next one first
         self._sequences: dict[str, list[Sequence]] = {}
-        self._most_tokens = self._most_more = 0  # of any request there is
+        self._most_tokens = self._most_more = 0  # maxima over all requests
 
     def add(self, sequences: list[Sequence]) -> None:
         """Watch a request; `sequences` are those that have not ended, now and later."""

@@ -86,7 +86,7 @@ class Scheduler:
         self._queue = WaitingQueue(limits)
         self.running: list[Sequence] = []  # the highest rank first
         self.preemptions: Counter[PreemptionCause] = Counter()  # so far
-        self._now = float("-inf")  # of the newest call that told it
+        self._now = float("-inf")  # time of the newest call that gave it
 
     @property
     def waiting(self) -> list[Sequence]:

@@ -72,7 +72,7 @@ class ActiveRequest:
         self.finish_reason: str | None = None
         self._worker_id = worker_id
         self._choices = [Choice(job, codec, index) for index in range(job.num_choices)]
-        self._earlier = Usage()  # of attempts that were lost
+        self._earlier = Usage()  # usage of lost attempts
         self._prompts: dict[int, tuple[int, int]] = {}  # number -> (tokens, cached ones)
         self._tier: Tier | None = None  # in which its slowest adapter was found
         self._on_device: dict[str, Any] = {}  # fields of a probe's last event

@@ -188,7 +188,7 @@ class Requests:
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Send the request to the engine, or end it with the error."""
         job = request.job
-        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
+        structlog.contextvars.bind_contextvars(**request.log_context)  # only for this task
         try:
             if job.base_model != self._config.base_model:
                 raise Refused(
@@ -284,7 +284,7 @@ class Requests:
 
     async def _check_answers(self, request: ActiveRequest) -> None:
         """Check the finished answers against their schema, and then end the request."""
-        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
+        structlog.contextvars.bind_contextvars(**request.log_context)  # only for this task
         try:
             for choice in request.unchecked:
                 await self._check(choice, request.job)
