@@ -177,7 +177,7 @@ PARAMETERS = MLX["lora_parameters"]
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "the whole model": ({"fine_tune_type": "full"}, "fine_tune_type is full"),
     "another method": ({"fine_tune_type": "loha"}, "fine_tune_type is 'loha'"),
-    "no parameters": ({"lora_parameters": None}, "has no lora_parameters"),
+    "no parameters": ({"lora_parameters": None}, "lora_parameters is missing"),
     "an unknown one": ({"lora_parameters": {**PARAMETERS, "x": 1}}, "lora_parameters.x"),
     "no scale": ({"lora_parameters": {"rank": 8}}, "lora_parameters.scale"),
     "a scale of text": ({"lora_parameters": {**PARAMETERS, "scale": "20"}}, "scale"),

@@ -419,7 +419,7 @@ def test_advice_is_of_the_initialisation() -> None:
     for init in ("pissa_niter_16", "lora_ga"):
         assert "path_initial_model_for_weight_conversion" in advice[init]
     assert "cannot make a plain LoRA" in advice["loftq"]
-    assert "no initialisation" in advice["of_tomorrow"]
+    assert "not an initialisation" in advice["of_tomorrow"]
 
 
 def test_rank_limit_of_the_base_counts() -> None:
