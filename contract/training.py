@@ -19,8 +19,12 @@ CHECKPOINT_S = 30.0
 METRICS_FILE = "metrics.json"
 #: Hyperparameters that came after the first release; without them a run trains as it did then.
 LATER = (
-    *("checkpoints", "packing", "gradient_accumulation", "gradient_checkpointing"),
-    *("quantization", "draft_heads"),
+    "checkpoints",
+    "packing",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "quantization",
+    "draft_heads",
 )
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
@@ -58,14 +62,19 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyperparameters:
-    """How to train. Raises JobError naming the first value that is wrong."""
+    """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
     rank: int = 16
     alpha: float = 32.0
     #: Names of linear layers inside the decoder layers.
     target_modules: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     )
     epochs: float = 1.0
     max_steps: int | None = None  # ends training early, or repeats the data to get there
@@ -75,14 +84,14 @@ class Hyperparameters:
     max_length: int = 512  # tokens of a row; a longer one is an error unless `truncate`
     truncate: bool = False  # cut longer rows
     seed: int = 0
-    validation_share: float = 0.0  # of the prompts, to validate with
+    validation_share: float = 0.0  # share of the prompts to validate with
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
     packing: bool = False  # short rows share a sequence of max_length, and do not see each other
     gradient_accumulation: int = 1  # batches of a step
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
-    quantization: str | None = None  # of the base while it trains; one of QUANTIZATIONS
+    quantization: str | None = None  # storage of the base during training; one of QUANTIZATIONS
     draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one
 
     def __post_init__(self) -> None:
@@ -160,7 +169,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What to train, from which data, to which folder: the content of JOB.json."""
+    """The model to train, its data and its output folder: the content of JOB.json."""
 
     base_model_dir: Path
     dataset: Path
@@ -180,7 +189,7 @@ class TrainJob:
     #: An adapter_model.safetensors to begin from, with the hyperparameters' rank, alpha and target
     #: modules; None: PEFT's initial adapter.
     warm_start: Path | None = None
-    #: Where the state is written every so often, and gone on from; None: nowhere.
+    #: Folder where the state is saved regularly, and from which training resumes; None: nowhere.
     checkpoint: Path | None = None
     checkpoint_s: float = CHECKPOINT_S
     #: Where the adapters of `checkpoints` steps are kept; None: nowhere.
@@ -194,7 +203,7 @@ class TrainJob:
 
     @property
     def has_validation(self) -> bool:
-        """Whether some rows are kept to validate with."""
+        """Return whether some rows are kept to validate with."""
         return self.validation_dataset is not None or self.hyperparameters.validation_share > 0
 
     @classmethod

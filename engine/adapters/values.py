@@ -13,7 +13,7 @@ from engine.adapters.plan import AdapterPlan, Target
 from engine.adapters.rows import Replacement
 from engine.errors import AdapterMismatch
 
-# Rows of a copy of the embedding to compare at a time.
+# Number of rows of a copy of the embedding to compare at a time.
 _ROWS = 8192
 # Elements of W + s B A that are in memory at a time, in fp32, for DoRA.
 _MAX_DORA_ELEMS = 1 << 23
@@ -117,7 +117,7 @@ def check_copies(
 
 
 def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the two are equal after rounding to the coarser of their dtypes.
+    """Return whether the two are equal after rounding to the coarser of their dtypes.
 
     bfloat16 and float16 each round what the other keeps, so between them one more rounding is
     allowed.

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 #: Pause after a step without output: its requests may wait for an adapter to load.
 STALL_POLL_S = 0.001
 STATS_INTERVAL_S = 0.25
-#: Errors that last: a digest's content never changes. A disk's errors may pass.
+#: Errors that stay, because a digest's content never changes. Disk errors may pass.
 _LASTING = (AdapterMismatch, OutOfPages)
 
 
@@ -287,8 +287,9 @@ class EngineProcess:
 
     def _prefetch(self, command: Prefetch) -> None:
         if self._refusal_of(command.digest):
-            return  # it was said when it was registered
-        with contextlib.suppress(UnknownAdapter):  # it was evicted from the disk meanwhile
+            return  # it was reported when it was registered
+        # the adapter was evicted from the disk in between
+        with contextlib.suppress(UnknownAdapter):
             self._engine.prefetch(command.digest, to_arena=command.to_arena)
 
     def _refusal_of(self, digest: str) -> Exception | None:

@@ -42,10 +42,11 @@ CHECK_MEMORY_BYTES = 256 << 20
 #: Python's default limit allows some 150 levels in an answer; this and the stack some 1,300.
 CHECK_RECURSION = 8000
 MAX_CACHED = 1024
-#: For each tenant: grammars that may wait for their trial, and CPU seconds of trials per minute.
+#: For each tenant: number of grammars that may wait for their trial, and CPU seconds of trials per
+#: minute.
 MAX_WAITING = 16
 QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
-#: A grammar that took too long is not tried again for so long; perhaps the machine was stalled.
+#: Seconds before a grammar that took too long is tried again; perhaps the machine was stalled.
 RETRY_S = 60.0
 
 _Trial = tuple[str, Grammar]  # tenant, and its grammar
@@ -71,7 +72,8 @@ class GrammarService:
         self._check = SandboxProcess("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
         # A process has one tokenizer, so tenant and grammar are the whole key.
         self._found: TenantCache[bytes, _Verdict] = TenantCache(MAX_CACHED)
-        self._too_slow: TenantCache[bytes, float] = TenantCache(MAX_CACHED)  # until when
+        # until when the verdict is valid
+        self._too_slow: TenantCache[bytes, float] = TenantCache(MAX_CACHED)
         self._checks = _FairLock()
         self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
