@@ -24,7 +24,7 @@ async def default_base(field: str = "adapter_id") -> BaseModel:
     """
     active = await _active()
     if len(active) > 1:
-        served = await (await get_dispatcher()).served_models()
+        served = await (await get_dispatcher()).workers.served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
         raise await query_in_thread(_why_none)

@@ -69,7 +69,7 @@ async def info(request: GatewayRequest) -> HttpResponseBase:
             "model_id": base.name,
             "model_sha": base.revision,
             "model_dtype": str(base.config.get("dtype") or base.config.get("torch_dtype")),
-            "model_device_type": min(dispatcher.devices(base.name), default="cpu"),
+            "model_device_type": min(dispatcher.workers.devices(base.name), default="cpu"),
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": MAX_WAITING,
             "max_best_of": MAX_BEST_OF,
@@ -92,7 +92,7 @@ async def info(request: GatewayRequest) -> HttpResponseBase:
 async def health(request: GatewayRequest) -> HttpResponseBase:
     """Answer whether a worker would take a request; without a key, for load balancers."""
     dispatcher = await get_dispatcher()
-    if await dispatcher.served_models():
+    if await dispatcher.workers.served_models():
         return HttpResponse()
     return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
 
@@ -175,7 +175,7 @@ def _failure(error: ApiError) -> bytes:
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
     """Return the headers that whole answers and streams have in common."""
     base = generation.model.base_model.name
-    devices = (await get_dispatcher()).devices(base)
+    devices = (await get_dispatcher()).workers.devices(base)
     headers = {
         "x-model-id": base,
         "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",
