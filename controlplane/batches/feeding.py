@@ -239,8 +239,9 @@ async def submit_line(
     """
     selector = body.selector()
     try:
-        known = access.known(principal, selector)
-        caller = known or await query_in_thread(lambda: access.resolve_now(principal, selector))
+        caller = access.known(principal, selector)
+        if caller is None:
+            caller = await query_in_thread(lambda: access.resolve_now(principal, selector))
     except ApiError as error:
         base_model = batch_stream.base_model_of(request_id)
         if base_model is None or error.status >= 500:
