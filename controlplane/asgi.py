@@ -24,12 +24,12 @@ _django = get_asgi_application()
 from django.conf import settings  # noqa: E402
 
 from controlplane.errors import ApiError, UnsupportedMediaType  # noqa: E402
-from controlplane.gateway import callers, cross_origin  # noqa: E402
+from controlplane.gateway import cross_origin, last_uses  # noqa: E402
 from controlplane.gateway.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
 from controlplane.gateway.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
+from controlplane.gateway.door import is_known  # noqa: E402
 from controlplane.gateway.files import receiver  # noqa: E402
 from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
-from controlplane.gateway.known_callers import is_known  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
@@ -116,6 +116,6 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             await close_dispatcher()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_NOTES_S):
-                    await callers.note_used()
+                    await last_uses.write_all()
             await send({"type": "lifespan.shutdown.complete"})
             return

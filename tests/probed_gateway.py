@@ -19,8 +19,8 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await asgi.application(scope, receive, send)
         return
     dispatcher = running_dispatcher()
-    replies = {} if dispatcher is None else dispatcher._replies
-    held = {"replies": len(replies), "tasks": len(asyncio.all_tasks())}
+    num_replies = 0 if dispatcher is None else len(dispatcher.replies)
+    held = {"replies": num_replies, "tasks": len(asyncio.all_tasks())}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(held).encode()})

@@ -1,7 +1,7 @@
 """Which version of an adapter is live: promote, roll back, and what becomes live by itself.
 
 Every change is a `Promotion` row and an audit event in one transaction. Gateways see it within half
-a second (`gateway.callers`); requests that run finish on the version they began with.
+a second (`inference.access`); requests that run finish on the version they began with.
 """
 
 from __future__ import annotations

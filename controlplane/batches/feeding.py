@@ -17,6 +17,7 @@ from controlplane.errors import ApiError, GivenUp, InternalError
 from controlplane.inference import access
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
+from controlplane.infra.threads import query_in_thread
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
@@ -234,11 +235,13 @@ async def submit_line(
 ) -> Generation:
     """Submit a line's body, or find it where it is under way: its names may mean nothing by now.
 
-    Raises what `access.resolve` and `submit` raise.
+    Raises what `access.resolve_now` and `submit` raise.
     """
     selector = body.selector()
     try:
-        caller = await access.resolve(principal, selector)
+        caller = access.known(principal, selector)
+        if caller is None:
+            caller = await query_in_thread(lambda: access.resolve_now(principal, selector))
     except ApiError as error:
         base_model = batch_stream.base_model_of(request_id)
         if base_model is None or error.status >= 500:

@@ -47,7 +47,7 @@ class Runner:
         dispatcher = await self._dispatcher()
         if dispatcher is None:
             return
-        concurrency = Concurrency(lambda: dispatcher.known_workers, most=self._max_in_flight)
+        concurrency = Concurrency(lambda: dispatcher.workers.statuses, most=self._max_in_flight)
         try:
             while not self.stop.is_set():
                 await self._take_up(concurrency)

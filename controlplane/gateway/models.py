@@ -5,12 +5,11 @@ Answers are kept by key and address, for while the database is away.
 
 from __future__ import annotations
 
-import collections
 import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import HttpResponse, HttpResponseBase
 from drf_spectacular.utils import extend_schema, extend_schema_serializer
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -20,16 +19,19 @@ from controlplane.adapters.resolution import ResolvedModel
 from controlplane.adapters.services import model_delete
 from controlplane.aliases.protection import check_no_alias
 from controlplane.aliases.resolution import models_list
+from controlplane.gateway.door import GatewayRequest
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.inference.while_away import Kept, ask
 from controlplane.rest.fields import Constant
 from controlplane.tenancy import epochs
-from controlplane.tenants.auth import Permission, Principal
+from controlplane.tenancy.lookup import Lookup
+from controlplane.tenants.auth import Permission
 
-#: Of all kept answers together.
-MAX_KEPT_BYTES = 16 * 1024**2
+#: Answers by key and address. None is fresh: they are for while the database is away.
+_answers: Lookup[tuple[uuid.UUID, str], bytes] = Lookup(
+    fresh_s=0, max_entries=100_000, max_bytes=16 * 1024**2, num_bytes=len
+)
 
 
 @extend_schema_serializer(component_name="Model")
@@ -79,49 +81,28 @@ class ModelDeletedSerializer(serializers.Serializer[Any]):
     deleted = Constant(True)
 
 
-class _KeptAnswers:
-    """The last answers, by key and address; the oldest make room."""
-
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[tuple[uuid.UUID, str], Kept[bytes]]
-        self._kept = collections.OrderedDict()
-        self._num_bytes = 0
-
-    def get(self, key: tuple[uuid.UUID, str]) -> Kept[bytes] | None:
-        return self._kept.get(key)
-
-    def put(self, key: tuple[uuid.UUID, str], kept: Kept[bytes]) -> None:
-        replaced = self._kept.pop(key, None)
-        self._num_bytes += len(kept.answer) - (len(replaced.answer) if replaced else 0)
-        self._kept[key] = kept
-        while self._num_bytes > MAX_KEPT_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= len(oldest.answer)
-
-
-_kept = _KeptAnswers()
-
-
 class _ReadAwayView(GatewayAPIView):
     """Answers GET with what it answered before, while the database is away."""
 
     @classmethod
     async def answered(
-        cls, request: HttpRequest, principal: Principal, work: Callable[[], HttpResponseBase]
+        cls, request: GatewayRequest, work: Callable[[], HttpResponseBase]
     ) -> HttpResponseBase:
-        if request.method != "GET" or principal.api_key is None:
-            return await super().answered(request, principal, work)
-        key, asked = (principal.api_key.id, request.path), epochs.stamp()
-        kept = _kept.get(key)
-        before: Kept[HttpResponseBase] | None = None
-        if kept is not None:
-            answer = HttpResponse(kept.answer, content_type="application/json")
-            before = Kept(answer, kept.tenant_id, kept.stamps)
-        response = await ask(work, before)
-        is_new = before is None or response is not before.answer
-        if is_new and isinstance(response, HttpResponse) and response.status_code == 200:
-            _kept.put(key, Kept(response.content, principal.tenant.id, (asked,)))
-        return response
+        api_key = request.principal.api_key
+        if request.http.method != "GET" or api_key is None:
+            return await super().answered(request, work)
+        key = (api_key.id, request.http.path)
+
+        def ask() -> HttpResponseBase:
+            asked = epochs.stamp()
+            response = work()
+            if isinstance(response, HttpResponse) and response.status_code == 200:
+                _answers.put(key, response.content, asked, request.principal.tenant.id)
+            return response
+
+        return await _answers.find(
+            [key], lambda found: HttpResponse(found[0], content_type="application/json"), ask
+        )
 
 
 class ModelsView(_ReadAwayView):

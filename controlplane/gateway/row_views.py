@@ -1,7 +1,7 @@
 """Views of /v1 that read and write rows: Django REST framework's, run in a thread as the caller.
 
-What they share with the rest of /v1 (headers, errors, the caller's key) stays in `gateway_view`
-and `callers`, around the thread; a view in the thread raises ApiError and what the database raises.
+What they share with the rest of /v1 (headers, errors, the caller's key) stays in `door`, around the
+thread; a view in the thread raises ApiError and what the database raises.
 """
 
 from __future__ import annotations
@@ -18,40 +18,25 @@ from rest_framework.renderers import JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.audit.origin import request_origin
-from controlplane.gateway import callers
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.openapi import KEY_ONLY
-from controlplane.gateway.views import gateway_view, request_id_of
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
 from controlplane.infra.threads import query_in_thread
 from controlplane.rest.views import RowAPIView
 from controlplane.tenants import idempotency
-from controlplane.tenants.auth import Permission, Principal, caller_scope
+from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import IdempotencyRecord
 
-_T = TypeVar("_T")
 _B = TypeVar("_B", bound=Body)
 
 
-def as_caller(
-    request: HttpRequest, principal: Principal, work: Callable[[], _T]
-) -> Callable[[], _T]:
-    """Return `work` so that it runs in the caller's scope and is audited as the caller's."""
-
-    def run() -> _T:
-        request.user = principal  # type: ignore[assignment]  # as Django REST framework does
-        with caller_scope(principal), request_origin(request, request_id_of(request)):
-            return work()
-
-    return run
-
-
 class _KnownCaller(BaseAuthentication):
-    """Find the caller that `callers.authenticate` let in before the thread began."""
+    """Find the caller that was let in before the thread began (`GatewayRequest.as_caller`)."""
 
     def authenticate(self, request: Request) -> tuple[Principal, Principal]:
-        principal: Principal = request._request.principal  # type: ignore[attr-defined]
+        principal = request._request.user
+        assert isinstance(principal, Principal)
         return principal, principal
 
 
@@ -105,17 +90,15 @@ class GatewayAPIView(RowAPIView):
         view = super().as_view(**initkwargs)
 
         @functools.wraps(view)
-        async def served(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
-            permission = cls.permissions[request.method or ""]
-            principal = await callers.authenticate(request, permission)
-            work = as_caller(request, principal, lambda: view(request, **kwargs))
-            return await cls.answered(request, principal, work)
+        async def served(request: GatewayRequest, **kwargs: Any) -> HttpResponseBase:
+            work = request.as_caller(lambda: view(request.http, **kwargs))
+            return await cls.answered(request, work)
 
-        return gateway_view(*cls.permissions)(served)
+        return gateway_view(cls.permissions)(served)
 
     @classmethod
     async def answered(
-        cls, request: HttpRequest, principal: Principal, work: Callable[[], HttpResponseBase]
+        cls, request: GatewayRequest, work: Callable[[], HttpResponseBase]
     ) -> HttpResponseBase:
         """Run the view."""
         response: HttpResponseBase = await cls.run_in_thread(work)

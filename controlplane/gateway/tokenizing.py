@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, Self, TypeVar
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import HttpResponseBase, JsonResponse
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
-from controlplane.gateway.views import admit, gateway_view, read_body
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.inference.bodies import Body, FirstFault, refused
 from controlplane.inference.messages import Message
 from controlplane.inference.parsing import make_body, parse_body
@@ -28,6 +28,7 @@ from controlplane.inference.schemas import (
     TokenId,
 )
 from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
+from controlplane.tenants.permissions import Permission
 
 MAX_TOKENS = 131_072
 #: Of a body: 8 bytes for each token. A longer text would keep a worker busy.
@@ -97,8 +98,8 @@ class DetokenizeBody(Body):
 _B = TypeVar("_B", TokenizeBody, DetokenizeBody)
 
 
-@gateway_view("POST")
-async def tokenize(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"POST": Permission.INFER})
+async def tokenize(request: GatewayRequest) -> HttpResponseBase:
     body, generation = await _bodies(request, TokenizeBody)
 
     def adjust(job: GenerateJob) -> GenerateJob:
@@ -122,14 +123,14 @@ async def tokenize(request: HttpRequest) -> HttpResponseBase:
     )
 
 
-@gateway_view("POST")
-async def detokenize(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"POST": Permission.INFER})
+async def detokenize(request: GatewayRequest) -> HttpResponseBase:
     _, generation = await _bodies(request, DetokenizeBody)
     event, _ = await _answer(request, generation, lambda job: _as_task(job, Task.DETOKENIZE))
     return JsonResponse({"prompt": event.text})
 
 
-async def _bodies(request: HttpRequest, kind: type[_B]) -> tuple[_B, ChatBody | CompletionBody]:
+async def _bodies(request: GatewayRequest, kind: type[_B]) -> tuple[_B, ChatBody | CompletionBody]:
     """Read the body, and the request that it stands for."""
 
     def both(sent: bytes) -> tuple[_B, ChatBody | CompletionBody]:
@@ -140,7 +141,7 @@ async def _bodies(request: HttpRequest, kind: type[_B]) -> tuple[_B, ChatBody | 
         body = parse_body(kind, sent)
         return body, body.generation()
 
-    return await read_body(request, both)
+    return await request.parse(both)
 
 
 def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
@@ -161,12 +162,14 @@ def _as_task(job: GenerateJob, task: Task) -> GenerateJob:
 
 
 async def _answer(
-    request: HttpRequest,
+    request: GatewayRequest,
     body: ChatBody | CompletionBody,
     adjust: Callable[[GenerateJob], GenerateJob],
 ) -> tuple[TokenEvent, int]:
     """Return the one event that answers, and the model's context in tokens. Raises ApiError."""
-    generation = await admit(request, body, endpoint=f"/{request.path.lstrip('/')}", adjust=adjust)
+    generation = await request.admit(
+        body, endpoint=f"/{request.http.path.lstrip('/')}", adjust=adjust
+    )
     try:
         events = [event async for event in generation.events()]
     finally:

@@ -1,15 +1,13 @@
 """Resolve what a caller's `model` means, whether they may use it, and which limits apply.
 
-Answers are kept for `CACHE_S`, as `controlplane.tenants.auth` keeps keys: under load most requests
-need no query and no thread. They are kept longer for `kept`, while the database is away.
+Answers are fresh for `CACHE_S`, as keys are in `controlplane.tenants.auth`: under load most
+requests need no query and no thread. They are kept longer for while the database is away.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
-import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -28,19 +26,17 @@ from controlplane.adapters.resolution import (
 from controlplane.aliases.models import AliasPart
 from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like
 from controlplane.errors import ApiError, InvalidRequest, NotFound
-from controlplane.inference.alias_defaults import AliasDefaults, defaults_of
+from controlplane.inference.alias_defaults import AliasDefaults, defaults_of, known_defaults
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import NO_LIMITS, Limits
 from controlplane.limits.services import limits_for
 from controlplane.tenancy import epochs
+from controlplane.tenancy.lookup import Lookup
 from controlplane.tenancy.model_scope import allows_model, refusal
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 
-_CACHE_MAX_MODELS = 10_000
-#: Of the defaults of aliases that are kept with names.
-_CACHE_MAX_BYTES = 64 * 1024**2
 #: Of one blend; the engine's own bound.
 MAX_PARTS = 8
 Target = AliasPart.Target
@@ -78,74 +74,55 @@ class Caller:
 
 
 class _Known(NamedTuple):
-    """What a name means to a key, and the limits of that, as the database said when asked.
+    """What a name means to a key, and the limits of that, as the database said.
 
     model, limits  of an alias: its primary's
     """
 
     model: ResolvedModel
     limits: Limits
-    asked: epochs.Stamp
     alias: AliasPlan | None = None
     canary_limits: Limits = NO_LIMITS
-    defaults: AliasDefaults | None = None
-
-    @property
-    def is_fresh(self) -> bool:
-        return time.monotonic() < self.asked.at + CACHE_S
 
 
-#: By key (see `_key_id`) and name; those that were not asked for longest come first.
-_known: collections.OrderedDict[tuple[uuid.UUID, str], _Known] = collections.OrderedDict()
-#: Of all defaults in `_known`: those that many keys share count once.
-_known_bytes = 0
-#: By the id of defaults: how many entries of `_known` have them.
-_sharers: collections.Counter[int] = collections.Counter()
-_keeping = threading.Lock()
+#: By key (see `_key_id`) and name.
+_names_known: Lookup[tuple[uuid.UUID, str], _Known] = Lookup(fresh_s=CACHE_S, max_entries=10_000)
 
 
 async def resolve(principal: Principal, selector: ModelSelector) -> Caller:
     """Return what a caller may use under the names of a request, as of at most `CACHE_S` ago.
 
-    Raises PermissionDenied, NotFound, or InvalidRequest for adapters that do not go together.
+    Uses what the database said before, while it is away. Raises PermissionDenied, NotFound, or
+    InvalidRequest for adapters that do not go together.
     """
-    caller = known(principal, selector)
-    if caller is None:
-        caller = await query_in_thread(lambda: resolve_now(principal, selector))
-    return caller
+    _check(principal, selector)
+    return await _names_known.find(
+        _keys(principal, selector),
+        lambda found: _remembered(principal, selector, found),
+        lambda: resolve_now(principal, selector),
+    )
 
 
 def known(principal: Principal, selector: ModelSelector) -> Caller | None:
     """Do as `resolve`, from memory; None if a name is not fresh there."""
     _check(principal, selector)
-    fresh = [entry for entry in _entries(principal, selector) if entry and entry.is_fresh]
-    return _caller(principal, selector, fresh) if len(fresh) == len(selector.names) else None
+    fresh = _names_known.fresh(*_keys(principal, selector))
+    return None if fresh is None else _remembered(principal, selector, fresh)
 
 
-def kept(
-    principal: Principal, selector: ModelSelector
-) -> tuple[Caller, tuple[epochs.Stamp, ...]] | None:
-    """Return what the database last said, and when, for while it is away.
-
-    None if it was not asked lately, did not agree, or a budget's period has ended since: of the
-    next one only the database knows what is spent.
+def _remembered(
+    principal: Principal, selector: ModelSelector, found: list[_Known]
+) -> Caller | None:
+    """Return the caller, unless an alias's defaults are not in memory, or a budget's period has
+    ended since: of the next one only the database knows what is spent.
     """
-    found = [entry for entry in _entries(principal, selector) if entry and entry.asked.is_recent]
-    if len(found) < len(selector.names):
-        return None
     limits = [each for entry in found for each in (entry.limits, entry.canary_limits)]
-    budgets = [budget for each in limits for budget in each.budgets]
-    if any(budget.ends_at <= time.time() for budget in budgets):
+    if any(budget.ends_at <= time.time() for each in limits for budget in each.budgets):
         return None
-    try:
-        _check(principal, selector)
-        return _caller(principal, selector, found), tuple(entry.asked for entry in found)
-    except ApiError:
+    plan, defaults = found[0].alias, None
+    if plan is not None and (defaults := known_defaults(plan)) is None:
         return None
-
-
-def _entries(principal: Principal, selector: ModelSelector) -> list[_Known | None]:
-    return [_known.get((_key_id(principal), name)) for name in selector.names]
+    return _caller(principal, selector, found, defaults)
 
 
 def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
@@ -156,7 +133,7 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
     with tenant_scope(principal.tenant.id):
         for name, param in zip(selector.names, selector.params, strict=True):
             try:
-                found.append(_ask(principal, name, asked))
+                found.append(_ask(principal, name))
             except NotFound as error:
                 error.param = param
                 error.message += _way_out(principal, name)
@@ -164,61 +141,27 @@ def resolve_now(principal: Principal, selector: ModelSelector) -> Caller:
             except ApiError as error:
                 error.param = param
                 raise
-    for name, entry in zip(selector.names, found, strict=True):
-        _keep((_key_id(principal), name), entry)
-    return _caller(principal, selector, found)
+        plan = found[0].alias
+        defaults = None if plan is None else defaults_of(plan)
+    for key, entry in zip(_keys(principal, selector), found, strict=True):
+        _names_known.put(key, entry, asked, principal.tenant.id)
+    return _caller(principal, selector, found, defaults)
 
 
-def _ask(principal: Principal, name: str, asked: epochs.Stamp) -> _Known:
+def _ask(principal: Principal, name: str) -> _Known:
     """Look a name up: an alias comes before an adapter, an adapter before a base model."""
     if "/" in name:
         name = imported_name(name)
         check_named(principal, name)
     plan = alias_resolve(name)
     if plan is None:
-        return _Known(model_resolve(name), _limits(principal, limit_names(plain_name(name))), asked)
+        return _Known(model_resolve(name), _limits(principal, limit_names(plain_name(name))))
     return _Known(
         plan.primary,
         _limits(principal, plan.primary_names),
-        asked,
         alias=plan,
         canary_limits=_limits(principal, plan.canary_names) if plan.canary else NO_LIMITS,
-        defaults=defaults_of(plan),
     )
-
-
-def _keep(key: tuple[uuid.UUID, str], entry: _Known) -> None:
-    with _keeping:
-        if key in _known:
-            _forget(key)  # so that it comes last
-        _known[key] = entry
-        _share(entry.defaults, 1)
-        if len(_known) > _CACHE_MAX_MODELS:
-            _forget(next(iter(_known)))
-        if _known_bytes <= _CACHE_MAX_BYTES:
-            return
-        # Names without defaults stay: one tenant's long texts cost others nothing.
-        for long in [each for each, known in _known.items() if known.defaults is not None]:
-            _forget(long)
-            if _known_bytes <= _CACHE_MAX_BYTES:
-                return
-
-
-def _forget(key: tuple[uuid.UUID, str]) -> None:
-    _share(_known.pop(key).defaults, -1)
-
-
-def _share(defaults: AliasDefaults | None, change: int) -> None:
-    """Count one more, or one less, entry with these defaults, and their bytes once."""
-    global _known_bytes
-    if defaults is None:
-        return
-    before = _sharers[id(defaults)]
-    _sharers[id(defaults)] += change
-    if not before or not _sharers[id(defaults)]:
-        _known_bytes += change * defaults.num_bytes
-    if not _sharers[id(defaults)]:
-        del _sharers[id(defaults)]
 
 
 async def resolve_accepted(
@@ -284,6 +227,10 @@ def _names(name: str) -> Iterable[str]:
     return plan.primary_names | plan.canary_names
 
 
+def _keys(principal: Principal, selector: ModelSelector) -> list[tuple[uuid.UUID, str]]:
+    return [(_key_id(principal), name) for name in selector.names]
+
+
 def _key_id(principal: Principal) -> uuid.UUID:
     """Return the id of the key, or of the tenant: names and limits are the same for its people."""
     return principal.tenant.id if principal.api_key is None else principal.api_key.id
@@ -299,7 +246,12 @@ def _way_out(principal: Principal, name: str) -> str:
     return asked if principal.api_key is None else f"{asked} {_LISTED}"
 
 
-def _caller(principal: Principal, selector: ModelSelector, found: list[_Known]) -> Caller:
+def _caller(
+    principal: Principal,
+    selector: ModelSelector,
+    found: list[_Known],
+    defaults: AliasDefaults | None,
+) -> Caller:
     first = found[0]
     if first.alias is None or len(found) > 1 or selector.weights[0] is not None:
         # In a blend of the client's own, an alias means its primary.
@@ -311,7 +263,10 @@ def _caller(principal: Principal, selector: ModelSelector, found: list[_Known]) 
     chosen = first.alias.canary if is_canary else first.alias.primary
     assert chosen is not None
     model = dataclasses.replace(
-        _served(selector, [chosen]), alias=first.alias, target=target, defaults=first.defaults
+        _served(selector, [chosen]),
+        alias=first.alias,
+        target=target,
+        defaults=None if defaults is None or defaults.is_empty else defaults,
     )
     limits = first.canary_limits if is_canary else first.limits
     return Caller(principal=principal, model=model, limits=limits)

@@ -6,10 +6,8 @@ alias's, and a `response_format`, also one of type text.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
-import threading
 import uuid
 from typing import Any
 
@@ -19,9 +17,9 @@ from controlplane.aliases.resolution import AliasPlan
 from controlplane.inference.messages import Message
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.schemas import plan as plan_schema
+from controlplane.tenancy import epochs
+from controlplane.tenancy.lookup import Lookup
 
-_MAX_KEPT = 1000
-_MAX_KEPT_BYTES = 32 * 1024**2
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -37,6 +35,10 @@ class AliasDefaults:
     system_message: Message | None
     sampling: dict[str, Any]
     num_bytes: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.grammar or self.system_message or self.sampling)
 
     def filled(self, body: ChatBody | CompletionBody) -> ChatBody | CompletionBody:
         """Return the body with what it does not say."""
@@ -55,32 +57,30 @@ def _has_system_message(body: ChatBody) -> bool:
     return any(message.role in _SYSTEM_ROLES for message in body.messages)
 
 
-#: By revision, which never changes; those that were not asked for longest come first.
-_kept: collections.OrderedDict[uuid.UUID, AliasDefaults] = collections.OrderedDict()
-_keeping = threading.Lock()
+#: By revision, which never changes. All keys share them.
+_known: Lookup[uuid.UUID, AliasDefaults] = Lookup(
+    fresh_s=float("inf"),
+    max_entries=10_000,
+    max_bytes=96 * 1024**2,
+    num_bytes=lambda defaults: defaults.num_bytes,
+)
 
 
-def defaults_of(plan: AliasPlan) -> AliasDefaults | None:
-    """Return the defaults of an alias's current revision, None if it has none.
+def known_defaults(plan: AliasPlan) -> AliasDefaults | None:
+    """Return the defaults of an alias's current revision; None if they are not in memory."""
+    found = _known.fresh(plan.revision_id)
+    return None if found is None else found[0]
 
-    Queries when they are not in memory: all keys share them. Raises NotFound if it was deleted.
+
+def defaults_of(plan: AliasPlan) -> AliasDefaults:
+    """Return the defaults of an alias's current revision, from the database if need be.
+
+    Raises NotFound if it was deleted.
     """
-    with _keeping:
-        found = _kept.pop(plan.revision_id, None)
-        if found is not None:
-            _kept[plan.revision_id] = found
-    if found is None:
-        found = _read(plan)
-        with _keeping:
-            _kept[plan.revision_id] = found
-            while len(_kept) > _MAX_KEPT or _sum_of_bytes() > _MAX_KEPT_BYTES:
-                _kept.popitem(last=False)
-    is_empty = not (found.grammar or found.system_message or found.sampling)
-    return None if is_empty else found
-
-
-def _sum_of_bytes() -> int:
-    return sum(kept.num_bytes for kept in _kept.values())
+    asked = epochs.stamp()
+    found = known_defaults(plan) or _read(plan)
+    _known.put(plan.revision_id, found, asked)  # so that those in use make room last
+    return found
 
 
 def _read(plan: AliasPlan) -> AliasDefaults:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
-from controlplane.inference.while_away import Kept, ask
 from controlplane.infra.threads import query_in_thread
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy import epochs
+from controlplane.tenancy.lookup import Lookup
 
-CACHE_S = 5.0
-
-_known: Kept[Sequence[BaseModel]] | None = None
+_SERVING = "serving"
+_known: Lookup[str, Sequence[BaseModel]] = Lookup(fresh_s=5.0, max_entries=1)
 
 
 async def default_base(field: str = "adapter_id") -> BaseModel:
@@ -26,7 +24,7 @@ async def default_base(field: str = "adapter_id") -> BaseModel:
     """
     active = await _active()
     if len(active) > 1:
-        served = await (await get_dispatcher()).served_models()
+        served = await (await get_dispatcher()).workers.served_models()
         active = [base for base in active if base.name in served] or active
     if not active:
         raise await query_in_thread(_why_none)
@@ -50,15 +48,15 @@ def _why_none() -> ApiError:
 
 
 async def _active() -> Sequence[BaseModel]:
-    global _known
-    if _known is None or _known.stamps[0].at + CACHE_S <= time.monotonic():
-        _known = await ask(_active_now, _known and Kept(_known, None, _known.stamps))
-    return [base for base in _known.answer if not base.is_shut_down]
+    found = await _known.find([_SERVING], lambda found: found[0], _active_now)
+    return [base for base in found if not base.is_shut_down]
 
 
-def _active_now() -> Kept[Sequence[BaseModel]]:
+def _active_now() -> Sequence[BaseModel]:
     asked = epochs.stamp()
-    return Kept(list(BaseModel.objects.filter(is_serving())[:100]), None, (asked,))
+    found = list(BaseModel.objects.filter(is_serving())[:100])
+    _known.put(_SERVING, found, asked)
+    return found
 
 
 def eos_token_id(base: BaseModel) -> int:

@@ -82,10 +82,10 @@ class Call:
 
 
 def chat_job(body: ChatBody, call: Call) -> GenerateJob:
-    tools, tool_choice = body.callable_tools()
+    messages, (tools, tool_choice) = body.rendered_messages(), body.callable_tools()
     return GenerateJob(
         **call.fields(body),
-        messages=body.rendered_messages(),
+        messages=messages,
         tools=tuple(tool.rendered() for tool in tools),
         tool_schemas=_tool_schemas(body, tools),
         strict_tools=tuple(tool.function.name for tool in tools if tool.function.strict),

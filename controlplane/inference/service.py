@@ -106,7 +106,7 @@ async def submit(
         model=caller.model,
         admitted=admitted,
         reply=reply,
-        leave=lambda: dispatcher.leave(reply),
+        leave=lambda: dispatcher.replies.leave(reply),
     )
 
 

@@ -113,12 +113,12 @@ async def _answer(dispatcher: Dispatcher, job: GenerateJob) -> Served:
     except TimeoutError as error:
         raise Unavailable("No worker answered the probe in time.") from error
     finally:
-        dispatcher.leave(reply)
+        dispatcher.replies.leave(reply)
     try:
         scores = _scores([found[index] for index in range(len(job.prompts))])
     except (KeyError, TypeError, ValueError) as error:
         raise Unavailable("The worker's answer to the probe is not complete.") from error
-    beats = [worker.heartbeat for worker in dispatcher.known_workers if worker.is_alive]
+    beats = [worker.heartbeat for worker in dispatcher.workers.statuses if worker.is_alive]
     beats = [beat for beat in beats if beat.base_model == job.base_model]
     return Served(
         scores=scores,

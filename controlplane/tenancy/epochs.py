@@ -74,6 +74,8 @@ class Stamp(NamedTuple):
 
 
 _known: Time | None = None
+#: Of this process, while it runs.
+_reader: EpochReader | None = None
 
 
 def stamp() -> Stamp:
@@ -195,13 +197,19 @@ class EpochReader:
         self._redis = client
 
     async def run(self) -> None:
-        """Keep the clock's time known, until cancelled."""
-        while True:
-            try:
-                await self.read()
-            except REDIS_OUTAGE as error:
-                log.debug("the clock of epochs was not read: %r", error)
-            await asyncio.sleep(READ_INTERVAL_S)
+        """Keep the clock's time known, and answer `hold`, until cancelled."""
+        global _reader
+        _reader = self
+        try:
+            while True:
+                try:
+                    await self.read()
+                except REDIS_OUTAGE as error:
+                    log.debug("the clock of epochs was not read: %r", error)
+                await asyncio.sleep(READ_INTERVAL_S)
+        finally:
+            if _reader is self:
+                _reader = None
 
     async def read(self) -> None:
         global _known
@@ -219,8 +227,8 @@ class EpochReader:
         clock = Time(f"{of.decode()} {server['run_id']}", int(now or 0))
         return clock, [int(value or 0) for value in moved]
 
-    async def hold(self, tenant_id: uuid.UUID | None, stamps: Iterable[Stamp]) -> bool:
-        """Return whether what was read at these times may be used without PostgreSQL.
+    async def hold(self, tenant_id: uuid.UUID | None, read: Stamp) -> bool:
+        """Return whether what was read then, or since, may be used without PostgreSQL.
 
         tenant_id  whose it is; None: the platform's
         False in any doubt, also when Redis does not answer.
@@ -231,10 +239,14 @@ class EpochReader:
         except (*REDIS_OUTAGE, TimeoutError) as error:
             log.warning("Redis does not answer while PostgreSQL is away: %r", error)
             return False
-        return all(
-            each.is_recent
-            and each.time is not None
-            and each.time.clock == time.clock
-            and max(moved) <= each.time.now <= time.now
-            for each in stamps
+        return (
+            read.is_recent
+            and read.time is not None
+            and read.time.clock == time.clock
+            and max(moved) <= read.time.now <= time.now
         )
+
+
+async def hold(tenant_id: uuid.UUID | None, read: Stamp) -> bool:
+    """Do as `EpochReader.hold`; False in a process that reads no epochs."""
+    return _reader is not None and await _reader.hold(tenant_id, read)

@@ -2,17 +2,15 @@
 
 A caller is a `Principal`: an API key (the gateway, /api) or a person with a session (the console,
 /api). Both belong to exactly one tenant. `authenticate` reads the Authorization header, as does
-`cached_principal`, which makes no query and so may run in async code; `session_principal` reads a
-request's session; `authorize` is the only place that compares permissions.
+`find_principal` in async code, mostly from memory; `session_principal` reads a request's session;
+`authorize` is the only place that compares permissions.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import datetime as dt
-import time
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
@@ -24,6 +22,7 @@ from rest_framework.request import Request
 
 from controlplane.errors import ApiError, AuthenticationFailed, PermissionDenied
 from controlplane.tenancy import epochs
+from controlplane.tenancy.lookup import Lookup
 from controlplane.tenancy.model_scope import Bounds, model_scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, pepper_change
@@ -38,12 +37,12 @@ from controlplane.tenants.second_factor import check_second_factor
 SESSION_TENANT_KEY = "tenant_id"
 #: How long another process may still accept a revoked key.
 CACHE_S = 0.5
-_CACHE_MAX_KEYS = 10_000
 #: `last_used_at` is written at most this often for each key.
 _TOUCH_INTERVAL = dt.timedelta(minutes=1)
 
 _WRONG_KEY = "Incorrect API key provided."
-
+#: Keys that were let in, by public id.
+_keys: Lookup[str, ApiKey] = Lookup(fresh_s=CACHE_S, max_entries=10_000)
 
 #: The role of a key that belongs to no person and no service account.
 OWNERLESS_KEY_ROLE = Role.DEVELOPER
@@ -132,7 +131,7 @@ def authenticate(header: str | None, address: str = "", *, touches: bool = True)
         pepper_change.renew(api_key, parts, secret)
     if touches and touch_is_due(principal):
         touch([principal])
-    _remember(principal, asked)
+    _keys.put(api_key.public_id, api_key, asked, api_key.tenant_id)
     return principal
 
 
@@ -153,34 +152,38 @@ def standing_principal(api_key: ApiKey) -> Principal:
     return Principal(tenant=api_key.tenant, role=_key_role(api_key), api_key=api_key)
 
 
-def cached_principal(header: str | None, address: str = "") -> Principal | None:
-    """Do what `authenticate` does, without a query; None if the key is not in the cache.
+async def find_principal(header: str | None, address: str = "") -> Principal:
+    """Do as `authenticate`, without a query for a key that was let in within `CACHE_S`.
 
-    The cache keeps a key for `CACHE_S`. A secret that differs from the cached one gives None, too:
-    another process may have rotated the key. Raises like `authenticate` where no query is needed.
+    A secret that differs from the cached one needs the query, too: another process may have
+    rotated the key. While the database is away, a key that it knew lately is let in. The caller
+    must call `touch`.
     """
     parts = _parse_header(header)
-    cached = _cache.get(parts.public_id)
-    if cached is None or cached.asked.at + CACHE_S <= time.monotonic():
-        return None
-    return _check_key(cached.api_key, address) if _is_of(cached, parts) else None
+    return await _keys.find(
+        [parts.public_id],
+        lambda found: _let_in(found[0], parts, address),
+        lambda: authenticate(header, address, touches=False),
+    )
 
 
-def kept_principal(header: str | None, address: str = "") -> tuple[Principal, epochs.Stamp] | None:
-    """Return the caller as the database last knew it, and when, for while it is away.
-
-    None if this key, with this secret and from this address, was not let in lately.
-    """
+def tenant_known(header: str | None, address: str = "") -> Tenant | None:
+    """Return the tenant of a key that was let in lately; None of others."""
     try:
         parts = _parse_header(header)
-        cached = _cache.get(parts.public_id)
-        if cached is None or not cached.asked.is_recent:
-            return None
-        if not _is_of(cached, parts):
-            return None
-        return _check_key(cached.api_key, address), cached.asked
+        kept = _keys.kept(parts.public_id)
+        principal = None if kept is None else _let_in(kept.value[0], parts, address)
     except ApiError:
         return None
+    return None if principal is None else principal.tenant
+
+
+def _let_in(api_key: ApiKey, parts: keys.KeyParts, address: str) -> Principal | None:
+    """Return the principal of a key from memory; None if this is another, or another secret."""
+    is_same = api_key.environment == parts.environment
+    if not is_same or pepper_change.matching(api_key, parts) is None:
+        return None
+    return _check_key(api_key, address)
 
 
 def session_principal(request: HttpRequest) -> Principal | None:
@@ -234,31 +237,7 @@ class ConsoleSessionAuthentication(SessionAuthentication):
 
 def forget_key(public_id: str) -> None:
     """Drop a key from this process's cache, so that its revocation takes effect here at once."""
-    _cache.pop(public_id, None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Cached:
-    api_key: ApiKey
-    asked: epochs.Stamp  # of the start of the query: the answer may be late
-
-
-_cache: collections.OrderedDict[str, _Cached] = collections.OrderedDict()
-
-
-def _remember(principal: Principal, asked: epochs.Stamp) -> None:
-    """Cache it; the keys that were not asked for longest make room."""
-    assert principal.api_key is not None
-    public_id = principal.api_key.public_id
-    _cache.pop(public_id, None)  # so that it comes last
-    _cache[public_id] = _Cached(principal.api_key, asked)
-    if len(_cache) > _CACHE_MAX_KEYS:
-        _cache.popitem(last=False)
-
-
-def _is_of(cached: _Cached, parts: keys.KeyParts) -> bool:
-    is_same = cached.api_key.environment == parts.environment
-    return is_same and pepper_change.matching(cached.api_key, parts) is not None
+    _keys.forget(public_id)
 
 
 def bearer(header: str) -> str:

@@ -46,7 +46,7 @@ def _fast_passwords(settings: Any) -> None:
 @pytest.fixture(autouse=True)
 def _no_cached_keys() -> Iterator[None]:
     yield
-    auth._cache.clear()
+    auth._keys.forget(*auth._keys.keys())
 
 
 @pytest.fixture

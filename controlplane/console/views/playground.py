@@ -27,8 +27,8 @@ from controlplane.errors import (
     PayloadTooLarge,
     UnsupportedMediaType,
 )
+from controlplane.gateway.door import LONG_BODY_BYTES
 from controlplane.gateway.event_stream import streamed
-from controlplane.gateway.views import LONG_BODY_BYTES
 from controlplane.inference import access
 from controlplane.inference.access import Caller
 from controlplane.inference.answers import DONE, sse

@@ -17,7 +17,7 @@ from controlplane.files import contents, services
 from controlplane.files.contents import MAX_FILE_BYTES
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.files.services import MAX_PART_BYTES, undone_on_failure
-from controlplane.gateway import callers
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.files.bodies import (
     FILE_FORM,
     CompleteBody,
@@ -29,8 +29,7 @@ from controlplane.gateway.files.bodies import (
     part_body,
 )
 from controlplane.gateway.files.receiving import FORM_BYTES, Body, Place, in_file_thread, read_form
-from controlplane.gateway.row_views import GatewayAPIView, as_caller
-from controlplane.gateway.views import gateway_view
+from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.parsing import parse_body
 from controlplane.infra import storage
 from controlplane.infra.threads import query_in_thread
@@ -41,24 +40,23 @@ _PAGING = Paging(default_limit=10_000, max_limit=10_000, id_prefix=File.PREFIX, 
 _RANGE = re.compile(r"bytes=(\d{0,20})-(\d{0,20})", re.ASCII)
 
 
-@gateway_view("POST")
-async def file_create(request: HttpRequest, *, body: Body, place: Place) -> HttpResponseBase:
+@gateway_view({"POST": Permission.FILES_WRITE})
+async def file_create(request: GatewayRequest, *, body: Body, place: Place) -> HttpResponseBase:
     """Receive a file. Called by `receiver.FileReceiver`."""
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    max_bytes = _declared_bytes(request, MAX_FILE_BYTES)
-    async with place(principal.tenant.id):
+    max_bytes = _declared_bytes(request.http, MAX_FILE_BYTES)
+    async with place(request.principal.tenant.id):
         file = await query_in_thread(
-            as_caller(request, principal, lambda: services.file_begin(max_bytes=max_bytes))
+            request.as_caller(lambda: services.file_begin(max_bytes=max_bytes))
         )
         writer = services.file_writer(file, max_bytes=MAX_FILE_BYTES)
 
         def take_in() -> File:
             with undone_on_failure(writer.abort, lambda: services.file_drop(file)):
-                fields, filename = read_form(request, body, writer, "file")
+                fields, filename = read_form(request.http, body, writer, "file")
                 form = file_form(fields, filename)
             return services.file_finish(file, form, writer)
 
-        await in_file_thread(as_caller(request, principal, take_in), reads_body=True)
+        await in_file_thread(request.as_caller(take_in), reads_body=True)
     return JsonResponse(FileSerializer(file).data)
 
 
@@ -128,12 +126,11 @@ class FileView(GatewayAPIView):
         return Response(FileDeletedSerializer({"id": file_id}).data)
 
 
-@gateway_view("GET")
-async def file_content(request: HttpRequest, file_id: str) -> HttpResponseBase:
+@gateway_view({"GET": Permission.FILES_READ})
+async def file_content(request: GatewayRequest, file_id: str) -> HttpResponseBase:
     """Answer with the bytes, or with those that a Range header with one range asks for."""
-    principal = await callers.authenticate(request, Permission.FILES_READ)
-    file = await query_in_thread(as_caller(request, principal, lambda: services.file_get(file_id)))
-    start, end = _range(request.headers.get("Range"), file.num_bytes)
+    file = await query_in_thread(request.as_caller(lambda: services.file_get(file_id)))
+    start, end = _range(request.http.headers.get("Range"), file.num_bytes)
     stream = _Content(contents.pieces(file, start=start, end=end))
     await stream.open()  # a failure can still change the status here
     response = StreamingHttpResponse(stream, content_type="application/octet-stream")
@@ -245,28 +242,27 @@ class UploadCancelView(GatewayAPIView):
         return Response(UploadSerializer(upload).data)
 
 
-@gateway_view("POST")
+@gateway_view({"POST": Permission.FILES_WRITE})
 async def part_create(
-    request: HttpRequest, *, body: Body, place: Place, upload_id: str
+    request: GatewayRequest, *, body: Body, place: Place, upload_id: str
 ) -> HttpResponseBase:
     """Receive a part of an upload. Called by `receiver.FileReceiver`."""
-    principal = await callers.authenticate(request, Permission.FILES_WRITE)
-    max_bytes = _declared_bytes(request, MAX_PART_BYTES)
+    max_bytes = _declared_bytes(request.http, MAX_PART_BYTES)
 
     def begin() -> UploadPart:
         upload = services.upload_get(upload_id)
         return services.part_begin(upload, max_bytes=max_bytes)
 
-    async with place(principal.tenant.id):
-        part = await query_in_thread(as_caller(request, principal, begin))
+    async with place(request.principal.tenant.id):
+        part = await query_in_thread(request.as_caller(begin))
         writer = services.part_writer(part)
 
         def take_in() -> None:
             with undone_on_failure(writer.abort, lambda: services.part_drop(part)):
-                fields, _ = read_form(request, body, writer, "data")
+                fields, _ = read_form(request.http, body, writer, "data")
                 if fields:
                     raise InvalidRequest("The form has one field, data.", param="data")
             services.part_finish(part, writer)
 
-        await in_file_thread(as_caller(request, principal, take_in), reads_body=True)
+        await in_file_thread(request.as_caller(take_in), reads_body=True)
     return JsonResponse(part_body(part, upload_id))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpResponseBase
 from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -15,7 +15,7 @@ from rest_framework.response import Response
 from controlplane.errors import InvalidRequest
 from controlplane.fine_tuning import services
 from controlplane.fine_tuning.checkpoints import job_checkpoints
-from controlplane.gateway import callers
+from controlplane.gateway.door import GatewayRequest
 from controlplane.gateway.files.receiving import in_file_thread
 from controlplane.gateway.fine_tuning.answers import (
     FineTuningCheckpointSerializer,
@@ -24,12 +24,12 @@ from controlplane.gateway.fine_tuning.answers import (
 )
 from controlplane.gateway.fine_tuning.bodies import FineTuningJobBody
 from controlplane.gateway.fine_tuning.live import PAGE, Page, live_events
-from controlplane.gateway.row_views import GatewayAPIView, as_caller
+from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.schemas import MAX_METADATA
 from controlplane.infra.threads import query_in_thread
 from controlplane.rest.paging import Paging, page, page_of, page_of_items
 from controlplane.tenancy.public_ids import parse_id
-from controlplane.tenants.auth import Principal, authorize
+from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
 from controlplane.training import pausing
 from controlplane.training import services as training
@@ -155,22 +155,22 @@ class JobEventsView(GatewayAPIView):
 
     @classmethod
     async def answered(
-        cls, request: HttpRequest, principal: Principal, work: Callable[[], HttpResponseBase]
+        cls, request: GatewayRequest, work: Callable[[], HttpResponseBase]
     ) -> HttpResponseBase:
-        stream = request.GET.get("stream", "false")
+        stream = request.http.GET.get("stream", "false")
         if stream == "false":
-            return await super().answered(request, principal, work)
+            return await super().answered(request, work)
         if stream != "true":
             raise InvalidRequest("stream is true or false.", param="stream")
-        job_id = request.resolver_match.kwargs["job_id"]  # type: ignore[union-attr]
+        job_id = request.http.resolver_match.kwargs["job_id"]  # type: ignore[union-attr]
 
         async def ask(after: str | None) -> Page:
             # Again each time: a key may be revoked while it streams.
-            caller = await callers.authenticate(request, Permission.READ)
-            return await query_in_thread(as_caller(request, caller, lambda: _next(job_id, after)))
+            await request.authenticate(Permission.READ)
+            return await query_in_thread(request.as_caller(lambda: _next(job_id, after)))
 
-        after = request.GET.get("after") or request.headers.get("Last-Event-ID")
-        return await live_events(principal.tenant.id, ask, after)
+        after = request.http.GET.get("after") or request.http.headers.get("Last-Event-ID")
+        return await live_events(request.principal.tenant.id, ask, after)
 
 
 def _next(job_id: str, after: str | None) -> Page:

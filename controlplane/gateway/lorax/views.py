@@ -13,21 +13,21 @@ from django.shortcuts import redirect
 
 from contract.protocol import Usage
 from controlplane.errors import ApiError, InvalidRequest
-from controlplane.gateway import callers
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.event_stream import streamed
 from controlplane.gateway.lorax import translation
 from controlplane.gateway.lorax.answers import LoraxAnswer, sse
 from controlplane.gateway.lorax.errors import error_body, error_response
 from controlplane.gateway.lorax.schemas import MAX_BEST_OF, GenerateBody
 from controlplane.gateway.lorax.timings import Timings, whole_headers
-from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.service import Generation
 from controlplane.limits.admit import MAX_WAITING
 from controlplane.queue.dispatcher import get_dispatcher
+from controlplane.tenants.permissions import Permission
 
-_lorax_view = gateway_view("POST", errors=error_response)
+_lorax_view = gateway_view({"POST": Permission.INFER}, errors=error_response)
 
 
 async def root(request: HttpRequest) -> HttpResponseBase:
@@ -38,7 +38,7 @@ async def root(request: HttpRequest) -> HttpResponseBase:
 
 
 @_lorax_view
-async def generate_compat(request: HttpRequest) -> HttpResponseBase:
+async def generate_compat(request: GatewayRequest) -> HttpResponseBase:
     """Answer with a stream, or with a list of one answer."""
     body = await _body(request)
     if body.stream:
@@ -48,20 +48,19 @@ async def generate_compat(request: HttpRequest) -> HttpResponseBase:
 
 
 @_lorax_view
-async def generate(request: HttpRequest) -> HttpResponseBase:
+async def generate(request: GatewayRequest) -> HttpResponseBase:
     answer, headers = await _whole(request, await _body(request))
     return JsonResponse(answer, headers=headers)
 
 
 @_lorax_view
-async def generate_stream(request: HttpRequest) -> HttpResponseBase:
+async def generate_stream(request: GatewayRequest) -> HttpResponseBase:
     return await _streamed(request, await _body(request))
 
 
-@gateway_view("GET", errors=error_response)
-async def info(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"GET": Permission.INFER}, errors=error_response)
+async def info(request: GatewayRequest) -> HttpResponseBase:
     """Tell callers with a key the base model and the bounds of a request."""
-    await callers.authenticate(request)
     base = await default_base.default_base()
     dispatcher = await get_dispatcher()
     context = base.context_length
@@ -70,7 +69,7 @@ async def info(request: HttpRequest) -> HttpResponseBase:
             "model_id": base.name,
             "model_sha": base.revision,
             "model_dtype": str(base.config.get("dtype") or base.config.get("torch_dtype")),
-            "model_device_type": min(dispatcher.devices(base.name), default="cpu"),
+            "model_device_type": min(dispatcher.workers.devices(base.name), default="cpu"),
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": MAX_WAITING,
             "max_best_of": MAX_BEST_OF,
@@ -89,30 +88,28 @@ async def info(request: HttpRequest) -> HttpResponseBase:
     )
 
 
-@gateway_view("GET", "HEAD", errors=error_response)
-async def health(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"GET": None, "HEAD": None}, errors=error_response)
+async def health(request: GatewayRequest) -> HttpResponseBase:
     """Answer whether a worker would take a request; without a key, for load balancers."""
     dispatcher = await get_dispatcher()
-    if await dispatcher.served_models():
+    if await dispatcher.workers.served_models():
         return HttpResponse()
     return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
 
 
-@gateway_view("POST", errors=error_response)
-async def unsupported(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"POST": Permission.INFER}, errors=error_response)
+async def unsupported(request: GatewayRequest) -> HttpResponseBase:
     """Refuse /embed, /classify and the like: the models here generate text."""
-    await callers.authenticate(request)
-    raise InvalidRequest(f"{request.path} is not supported: the models here generate text.")
+    raise InvalidRequest(f"{request.http.path} is not supported: the models here generate text.")
 
 
-async def _body(request: HttpRequest) -> GenerateBody:
-    return await read_body(request, lambda sent: parse_body(GenerateBody, sent))
+async def _body(request: GatewayRequest) -> GenerateBody:
+    return await request.parse(lambda sent: parse_body(GenerateBody, sent))
 
 
 async def _submitted(
-    request: HttpRequest, body: GenerateBody, *, stream: bool
+    request: GatewayRequest, body: GenerateBody, *, stream: bool
 ) -> tuple[Generation, LoraxAnswer]:
-    await callers.authenticate(request)
     parameters = body.parameters
     base = await default_base.default_base() if _needs_base(body) else None
     seed = translation.seed_of(parameters)
@@ -120,10 +117,9 @@ async def _submitted(
         body, base_model="" if base is None else base.name, seed=seed, stream=stream
     )
     try:
-        generation = await admit(
-            request,
+        generation = await request.admit(
             chat,
-            endpoint=f"/{request.path.lstrip('/')}",
+            endpoint=f"/{request.http.path.lstrip('/')}",
             adjust=translation.as_raw_text(body),
         )
     except ApiError as error:
@@ -144,7 +140,7 @@ def _needs_base(body: GenerateBody) -> bool:
     return not names_one and parameters.merged_adapters is None
 
 
-async def _whole(request: HttpRequest, body: GenerateBody) -> tuple[Any, dict[str, str]]:
+async def _whole(request: GatewayRequest, body: GenerateBody) -> tuple[Any, dict[str, str]]:
     started = time.perf_counter()
     generation, answer = await _submitted(request, body, stream=False)
     submitted = time.perf_counter()
@@ -162,9 +158,8 @@ async def _whole(request: HttpRequest, body: GenerateBody) -> tuple[Any, dict[st
     return answer.whole(events, usage), headers
 
 
-async def _streamed(request: HttpRequest, body: GenerateBody) -> HttpResponseBase:
+async def _streamed(request: GatewayRequest, body: GenerateBody) -> HttpResponseBase:
     if (body.parameters.best_of or 1) > 1:
-        await callers.authenticate(request)
         raise InvalidRequest("best_of above 1 is not supported when streaming tokens.")
     generation, answer = await _submitted(request, body, stream=True)
     response = await streamed(generation, answer, failure=_failure)
@@ -180,7 +175,7 @@ def _failure(error: ApiError) -> bytes:
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:
     """Return the headers that whole answers and streams have in common."""
     base = generation.model.base_model.name
-    devices = (await get_dispatcher()).devices(base)
+    devices = (await get_dispatcher()).workers.devices(base)
     headers = {
         "x-model-id": base,
         "x-compute-type": f"{'gpu' if set(devices) - {'cpu'} else 'cpu'}+optimized",

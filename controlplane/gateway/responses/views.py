@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import HttpResponseBase, JsonResponse
 
 from controlplane.errors import ApiError, NotFound
-from controlplane.gateway import callers
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.event_stream import streamed
-from controlplane.gateway.views import admit, gateway_view, read_body
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.responses.answers import answer_of
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.responses.translation import chat_body, in_our_words
 from controlplane.inference.schemas import ChatBody
+from controlplane.tenants.permissions import Permission
 
 
-@gateway_view("POST")
-async def responses(request: HttpRequest) -> HttpResponseBase:
+@gateway_view({"POST": Permission.INFER})
+async def responses(request: GatewayRequest) -> HttpResponseBase:
     """Answer a request; the response is not kept to be continued or fetched."""
     body, chat = await _bodies(request)
     try:
-        generation = await admit(
-            request, chat, endpoint=ResponsesBody.endpoint, adjust=body.adjusted
+        generation = await request.admit(
+            chat, endpoint=ResponsesBody.endpoint, adjust=body.adjusted
         )
         answer = answer_of(body, generation)
         if body.stream:
@@ -36,11 +36,10 @@ async def responses(request: HttpRequest) -> HttpResponseBase:
         raise in_our_words(error) from None
 
 
-@gateway_view("GET", "DELETE", "POST")
-async def not_kept(request: HttpRequest, response_id: str, rest: str = "") -> HttpResponseBase:
+@gateway_view({"GET": Permission.INFER, "DELETE": Permission.INFER, "POST": Permission.INFER})
+async def not_kept(request: GatewayRequest, response_id: str, rest: str = "") -> HttpResponseBase:
     """Refuse to fetch a response by its id: none is kept."""
-    await callers.authenticate(request)
-    if response_id in _OPENAIS_OWN and request.method == "POST":
+    if response_id in _OPENAIS_OWN and request.http.method == "POST":
         raise NotFound(
             f"There is no POST /v1/responses/{response_id}: {_OPENAIS_OWN[response_id]}",
             code="unknown_url",
@@ -59,11 +58,11 @@ _OPENAIS_OWN = {
 }
 
 
-async def _bodies(request: HttpRequest) -> tuple[ResponsesBody, ChatBody]:
+async def _bodies(request: GatewayRequest) -> tuple[ResponsesBody, ChatBody]:
     """Read the body, and the chat that it stands for."""
 
     def both(sent: bytes) -> tuple[ResponsesBody, ChatBody]:
         body = parse_body(ResponsesBody, sent)
         return body, chat_body(body)
 
-    return await read_body(request, both)
+    return await request.parse(both)

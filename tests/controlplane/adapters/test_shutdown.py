@@ -181,8 +181,8 @@ class TestThen:
         found = resolution.ResolvedModel(
             name="tiny", base_model=base_model, version=None, created=0
         )
-        known = access._Known(found, NO_LIMITS, epochs.stamp())
-        monkeypatch.setitem(access._known, (acme.api_key.id, "tiny"), known)
+        known = access._Known(found, NO_LIMITS)
+        access._names_known.put((acme.api_key.id, "tiny"), known, epochs.stamp())
         caller = await access.resolve(principal, ModelSelector.model("tiny"))
         assert caller.model.name == "tiny"
         base_model.shutdown_date = today()

@@ -44,9 +44,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def principal(acme: Party, alias: Alias) -> Principal:
-    for key in list(access._known):
-        access._forget(key)
-    assert access._known_bytes == 0
+    access._names_known.forget(*access._names_known.keys())
     return auth.authenticate(acme.header)
 
 
@@ -245,30 +243,29 @@ def test_an_alias_comes_before_its_adapter(principal: Principal, adapter: Adapte
 def test_what_is_kept_is_bounded(
     principal: Principal, alias: Alias, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "_CACHE_MAX_BYTES", 25_000)
-    monkeypatch.setattr(alias_defaults, "_MAX_KEPT_BYTES", 25_000)
+    monkeypatch.setattr(alias_defaults._known, "max_bytes", 25_000)
     access.resolve_now(principal, ModelSelector.model("invoices"))
-    for index in range(4):
-        prompt = f"{index}" * 10_000
-        contents = Contents(primary=parts("invoices"), system_prompt=prompt)
+    selectors = [ModelSelector.model(f"long-{index}") for index in range(4)]
+    revisions = []
+    for index, selector in enumerate(selectors):
+        contents = Contents(primary=parts("invoices"), system_prompt=f"{index}" * 10_000)
         services.alias_create(name=f"long-{index}", contents=contents)
-        caller = access.resolve_now(principal, ModelSelector.model(f"long-{index}"))
-        assert caller.model.defaults is not None
-    # What is short costs nothing, so others' long texts do not push it out.
-    assert [name for _, name in access._known] == ["invoices", "long-2", "long-3"]
-    assert access._known_bytes == 20_000
+        caller = access.resolve_now(principal, selector)
+        assert caller.model.defaults is not None and caller.model.alias is not None
+        revisions.append(caller.model.alias.revision_id)
+        access.resolve_now(principal, selectors[0])
+    assert alias_defaults._known.keys() == [revisions[3], revisions[0]], "what is used stays"
+    assert alias_defaults._known.num_bytes == 20_000
+    # Long texts do not push out what names mean.
+    names = [name for _, name in access._names_known.keys()]
+    assert names == ["invoices", "long-1", "long-2", "long-3", "long-0"]
     # Keys share the defaults.
     assert principal.api_key is not None
     other = dataclasses.replace(principal, api_key=copy.copy(principal.api_key))
     assert other.api_key is not None
     other.api_key.id = uuid.uuid4()
-    access.resolve_now(other, ModelSelector.model("long-3"))
-    assert access._known_bytes == 20_000
-    access._forget((principal.api_key.id, "long-3"))
-    assert access._known_bytes == 20_000
-    access._forget((other.api_key.id, "long-3"))
-    assert access._known_bytes == 10_000
-    assert alias_defaults._sum_of_bytes() <= 25_000
+    access.resolve_now(other, selectors[3])
+    assert alias_defaults._known.num_bytes == 20_000
 
 
 def test_an_alias_adds_microseconds(

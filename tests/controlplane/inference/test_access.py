@@ -10,7 +10,7 @@ import pytest
 
 from controlplane import asgi
 from controlplane.adapters.models import BaseModel
-from controlplane.gateway import callers
+from controlplane.gateway import last_uses
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.tenants import auth
@@ -37,11 +37,11 @@ def test_what_took_its_time_to_be_found_is_kept_no_longer(
     principal = auth.authenticate(acme.header)
     access.resolve_now(principal, TINY)
     known = (acme.api_key.id, "tiny")
-    assert access._known[known].is_fresh
+    assert access._names_known.fresh(known)
     monkeypatch.setattr(access, "model_resolve", slowly(access.model_resolve))
     monkeypatch.setattr(access, "limits_for", slowly(access.limits_for))
     access.resolve_now(principal, TINY)
-    assert not access._known[known].is_fresh
+    assert access._names_known.fresh(known) is None
 
 
 async def test_a_server_that_ends_notes_whose_keys_were_used(
@@ -50,7 +50,7 @@ async def test_a_server_that_ends_notes_whose_keys_were_used(
     noted: list[auth.Principal] = []
     monkeypatch.setattr(auth, "touch", noted.extend)
     principal = auth.Principal(tenant=acme.tenant, role=auth.Role.OWNER, api_key=acme.api_key)
-    callers._touch_beside(principal)
+    last_uses.note(principal)
     assert noted == []
 
     async def receive() -> dict[str, Any]:

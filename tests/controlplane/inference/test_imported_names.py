@@ -37,14 +37,14 @@ def imported(
 
 @pytest.fixture
 def invoices(acme: Party, base_model: BaseModel) -> Iterator[Adapter]:
-    access._known.clear()
+    access._names_known.forget(*access._names_known.keys())
     with tenant_scope(acme.tenant.id):
         yield services.adapter_create(name="invoices")
 
 
 def answering(party: Party, name: str = REPOSITORY) -> str:
     """What the name means now, whatever was kept."""
-    access._known.clear()
+    access._names_known.forget(*access._names_known.keys())
     caller = access.resolve_now(auth.authenticate(party.header), ModelSelector.model(name))
     (version, weight), *others = caller.model.parts
     assert (caller.model.name, weight, others) == (name, 1.0, [])

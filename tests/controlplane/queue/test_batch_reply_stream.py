@@ -17,7 +17,8 @@ from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from controlplane.errors import RateLimited, Unavailable
 from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced, line_request_id
-from controlplane.queue.dispatcher import SILENCE_S, Dispatcher
+from controlplane.queue.dispatcher import Dispatcher
+from controlplane.queue.open_replies import SILENCE_S
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 
@@ -80,7 +81,7 @@ async def test_the_next_runner_reads_what_came_and_waits_for_the_rest(
     async with runner.batch_stream(scene.batch_id, 1) as batch_stream:
         for line in (1, 2, 3):
             reply, _ = await runner.submit(scene.job(batch_stream, line), batch_stream=batch_stream)
-            runner.leave(reply)
+            runner.replies.leave(reply)
     scene.answer(2)
     async with other.batch_stream(scene.batch_id, 2) as batch_stream:
         assert batch_stream.lines_under_way == {1, 2, 3}
@@ -168,7 +169,7 @@ async def test_redis_holds_what_is_under_way_and_not_the_batch(
             scene.answer()
             async with asyncio.timeout(5):
                 await reply.take()
-            runner.leave(reply)
+            runner.replies.leave(reply)
             if line % 10 == 0:
                 await batch_stream.settle(set(range(line - 9, line + 1)))
             assert len(scene.pending_lines) <= 11 and scene.num_entries <= 10
@@ -270,9 +271,9 @@ async def test_what_redis_lost_is_not_cancelled_when_it_is_sent_again(
         lost, _ = await runner.submit(job, batch_stream=batch_stream)
         scene.rig.client.delete(f"job:{{{scene.rig.pool}}}:{job.request_id}")
         lost.heard_at -= SILENCE_S + 1
-        await runner._find_lost_replies()
+        await runner.replies.find_lost()
         assert lost.is_forgotten
-        runner.leave(lost)
+        runner.replies.leave(lost)
         batch_stream.send_again(1)
         await runner.submit(job, batch_stream=batch_stream)
         is_back.set()
@@ -284,7 +285,7 @@ async def test_what_came_before_its_admission_was_heard_of_is_not_lost(
     scene: Scene, runner: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis took the line, the worker answered it, and the word of the first got lost."""
-    admit = runner._admit
+    admit = runner._admitter.admit
 
     async def unheard(*args: Any) -> Any:
         await admit(*args)
@@ -294,10 +295,10 @@ async def test_what_came_before_its_admission_was_heard_of_is_not_lost(
 
     async with runner.batch_stream(scene.batch_id, 1) as batch_stream:
         job = scene.job(batch_stream, 1)
-        monkeypatch.setattr(runner, "_admit", unheard)
+        monkeypatch.setattr(runner._admitter, "admit", unheard)
         with pytest.raises(Unavailable):
             await runner.submit(job, batch_stream=batch_stream)
-        monkeypatch.setattr(runner, "_admit", admit)
+        monkeypatch.setattr(runner._admitter, "admit", admit)
         reply, _ = await runner.submit(job, batch_stream=batch_stream)
         assert reply.is_ended
         assert [event.text for event in await reply.take()] == ["x"]

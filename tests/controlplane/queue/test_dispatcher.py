@@ -14,6 +14,7 @@ import pytest
 from contract import protocol
 from contract.protocol import TokenEvent
 from controlplane.queue import dispatcher as dispatcher_module
+from controlplane.queue import known_workers, open_replies
 from controlplane.queue.dispatcher import Dispatcher
 from controlplane.queue.reply_reader import READ_ENTRIES
 from controlplane.queue.workers import is_served
@@ -32,7 +33,7 @@ async def rig(stack: EmbeddedStack) -> AsyncIterator[QueueRig]:
 
 @pytest.fixture
 async def dispatcher(rig: QueueRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Dispatcher]:
-    monkeypatch.setattr(dispatcher_module, "WORKERS_REFRESH_S", 0.05)
+    monkeypatch.setattr(known_workers, "REFRESH_S", 0.05)
     made = Dispatcher(rig.url, rig.pool)
     await made.start()
     yield made
@@ -41,7 +42,7 @@ async def dispatcher(rig: QueueRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 async def until_served(dispatcher: Dispatcher) -> None:
     async with asyncio.timeout(10):
-        while not is_served(dispatcher.known_workers, BASE):
+        while not is_served(dispatcher.workers.statuses, BASE):
             await asyncio.sleep(0.02)
 
 
@@ -51,8 +52,8 @@ async def test_a_heartbeat_that_cannot_be_read_hides_its_worker_alone(
     for payload in (b"", b"{", b"[]", b"\xff", b'{"worker_id": 3}'):
         rig.beat("broken")
         rig.client.hset(protocol.worker_key(rig.pool, "broken"), "m", payload)
-        await dispatcher._refresh_workers()
-        assert dispatcher.known_workers == []
+        await dispatcher.workers.refresh()
+        assert dispatcher.workers.statuses == []
     rig.beat("whole")
     await until_served(dispatcher)
 
@@ -61,14 +62,14 @@ async def test_a_loop_that_fails_begins_again(
     rig: QueueRig, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = asyncio.Event()
-    refresh = dispatcher._refresh_workers
+    refresh = dispatcher.workers.refresh
 
     async def fail_once() -> None:
-        monkeypatch.setattr(dispatcher, "_refresh_workers", refresh)
+        monkeypatch.setattr(dispatcher.workers, "refresh", refresh)
         failed.set()
         raise ZeroDivisionError("what nobody expected")
 
-    monkeypatch.setattr(dispatcher, "_refresh_workers", fail_once)
+    monkeypatch.setattr(dispatcher.workers, "refresh", fail_once)
     await asyncio.wait_for(failed.wait(), 10)
     rig.beat("w")
     await until_served(dispatcher)
@@ -78,22 +79,22 @@ async def test_what_is_not_in_the_queue_yet_is_not_missed_there(
     rig: QueueRig, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its admission takes longer than a reply may be silent."""
-    monkeypatch.setattr(dispatcher_module, "SILENCE_S", 0.0)
+    monkeypatch.setattr(open_replies, "SILENCE_S", 0.0)
     rig.beat("w")
-    admit = dispatcher._admit
+    admit = dispatcher._admitter.admit
 
     async def admit_late(*args: Any) -> Any:
-        await dispatcher._find_lost_replies()
+        await dispatcher.replies.find_lost()
         return await admit(*args)
 
-    monkeypatch.setattr(dispatcher, "_admit", admit_late)
+    monkeypatch.setattr(dispatcher._admitter, "admit", admit_late)
     job = rig.job("0" * 32)
     reply, _ = await dispatcher.submit(job)
     assert not reply.is_ended
     rig.client.delete(protocol.job_key(rig.pool, job.request_id))
-    await dispatcher._find_lost_replies()
+    await dispatcher.replies.find_lost()
     assert reply.is_ended, "now it should have been there"
-    dispatcher.leave(reply)
+    dispatcher.replies.leave(reply)
 
 
 async def test_a_batchs_request_is_there_when_its_day_is_over(
@@ -106,7 +107,7 @@ async def test_a_batchs_request_is_there_when_its_day_is_over(
     job = dataclasses.replace(job, deadline=job.created_at + day_s)
     reply, _ = await dispatcher.submit(job)
     assert rig.client.ttl(protocol.job_key(rig.pool, job.request_id)) > day_s + 3600
-    dispatcher.leave(reply)
+    dispatcher.replies.leave(reply)
 
 
 async def test_a_backlog_is_read_beside_everything_else(
@@ -145,7 +146,7 @@ async def test_who_leaves_while_redis_is_away_is_not_forgotten(
     reply, _ = await dispatcher.submit(job)
     listener.close()
     proxy.cut()
-    dispatcher.leave(reply)
+    dispatcher.replies.leave(reply)
     await asyncio.sleep(2.5)  # longer than Redis's client tries by itself
     assert b"cancel" not in rig.state(job.request_id)
     listener = await proxy.start()

@@ -103,17 +103,17 @@ class TestStamps:
         mine, others = acme.tenant.id, globex.tenant.id
         await reader.read()
         stamp = epochs.stamp()
-        assert await reader.hold(mine, [stamp])
+        assert await reader.hold(mine, stamp)
         epochs.move(str(mine))
-        assert not await reader.hold(mine, [stamp])
-        assert await reader.hold(others, [stamp])
-        assert await reader.hold(None, [stamp])
-        assert not await reader.hold(mine, [epochs.stamp()]), "the clock was not read since"
+        assert not await reader.hold(mine, stamp)
+        assert await reader.hold(others, stamp)
+        assert await reader.hold(None, stamp)
+        assert not await reader.hold(mine, epochs.stamp()), "the clock was not read since"
         await reader.read()
         stamp = epochs.stamp()
-        assert await reader.hold(mine, [stamp])
+        assert await reader.hold(mine, stamp)
         epochs.move(epochs.ALL)
-        assert not await reader.hold(others, [stamp])
+        assert not await reader.hold(others, stamp)
 
     async def test_a_stamp_ends_with_its_time_however_often_it_is_used(
         self,
@@ -130,9 +130,9 @@ class TestStamps:
         stamp = epochs.stamp()
         for _ in range(10):
             now += 2.9
-            assert await reader.hold(acme.tenant.id, [stamp])
+            assert await reader.hold(acme.tenant.id, stamp)
         now += 1.1
-        assert not await reader.hold(acme.tenant.id, [stamp])
+        assert not await reader.hold(acme.tenant.id, stamp)
 
     async def test_nothing_holds_with_another_clock(
         self, reader: epochs.EpochReader, acme: Party
@@ -145,7 +145,7 @@ class TestStamps:
             stamp.time._replace(clock="of a Redis that was restarted"),
             stamp.time._replace(now=stamp.time.now + 1),
         ):
-            assert not await reader.hold(acme.tenant.id, [stamp._replace(time=time_)])
+            assert not await reader.hold(acme.tenant.id, stamp._replace(time=time_))
 
 
 @dataclasses.dataclass
@@ -198,11 +198,11 @@ class TestRedisAway:
         reader = epochs.EpochReader(client)
         await reader.read()
         stamp = epochs.stamp()
-        assert await reader.hold(acme.tenant.id, [stamp])
+        assert await reader.hold(acme.tenant.id, stamp)
         away.server.process.stop()
-        assert not await reader.hold(acme.tenant.id, [stamp])
+        assert not await reader.hold(acme.tenant.id, stamp)
         away.start()
-        assert not await reader.hold(acme.tenant.id, [stamp]), "a move may be lost with its end"
+        assert not await reader.hold(acme.tenant.id, stamp), "a move may be lost with its end"
         await reader.read()
-        assert await reader.hold(acme.tenant.id, [epochs.stamp()])
+        assert await reader.hold(acme.tenant.id, epochs.stamp())
         await client.aclose()

@@ -20,14 +20,14 @@ from django.db import (
     transaction,
 )
 from django.db.migrations.loader import MigrationLoader
-from django.http import HttpRequest, JsonResponse
+from django.http import JsonResponse
 from django.test import AsyncClient
 from django.urls import path
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.gateway import callers
-from controlplane.inference import while_away
+from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.infra import circuit
+from controlplane.tenancy import lookup
 from controlplane.tenancy.database import checks
 from controlplane.tenancy.database.operations import (
     TenantTables,
@@ -39,6 +39,7 @@ from controlplane.tenancy.scope import OPERATOR_ROLE, add_tenant
 from controlplane.tenancy.scoping import TenantManager, TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import ApiKey, Membership
+from controlplane.tenants.permissions import Permission
 from controlplane.training.models import dataset_key
 from tests.controlplane.conftest import Party, make_party
 
@@ -274,21 +275,22 @@ def test_row_security_can_be_removed_and_restored() -> None:
     assert (rows_of(policies), rows_of(references)) == before
 
 
-async def look_around(request: HttpRequest) -> JsonResponse:
+@gateway_view({"GET": Permission.INFER})
+async def look_around(request: GatewayRequest) -> JsonResponse:
     """As a handler of the gateway, but one whose queries ask for everybody's rows."""
-    principal = await callers.authenticate(request)
+    tenant_id = request.principal.tenant.id
     seen: set[str] = set()
 
     def in_transaction() -> list[str]:
         try:
-            with tenant_scope(principal.tenant.id), transaction.atomic():
+            with tenant_scope(tenant_id), transaction.atomic():
                 return [str(key.tenant_id) for key in ApiKey.objects.all()]
         finally:
             close_old_connections()
 
     def in_autocommit() -> list[str]:
         try:
-            with tenant_scope(principal.tenant.id):
+            with tenant_scope(tenant_id):
                 return [str(key.tenant_id) for key in ApiKey.objects.all()]
         finally:
             close_old_connections()
@@ -321,7 +323,7 @@ async def test_200_requests_of_10_tenants_over_2_connections(
     settings.ROOT_URLCONF = __name__
     # They wait for one another longer than gateways wait for a database, on a slow machine.
     for constant in ("DOUBT_S", "KEPT_WAIT_S", "WAIT_S"):
-        monkeypatch.setattr(while_away, constant, 60.0)
+        monkeypatch.setattr(lookup, constant, 60.0)
     monkeypatch.setattr(circuit, "MAX_DOUBT_S", 60.0)
 
     def make() -> list[Party]:
