@@ -46,6 +46,7 @@ async def found(num: int) -> AsyncIterator[Line]:
 
 
 BATCH = uuid.uuid4()
+PRINCIPAL = SimpleNamespace(tenant=SimpleNamespace(id=uuid.uuid4()))
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def a_feeder(
         batch_id=BATCH,
         endpoint="/v1/completions",
         deadline=time.time() + 60,
-        principal=lambda: None,  # type: ignore[arg-type, return-value]
+        principal=lambda: PRINCIPAL,  # type: ignore[arg-type, return-value]
         concurrency=concurrency,
         batch_stream=batch_stream,
         keep=keep,
