@@ -1,6 +1,6 @@
-"""What other rooms say before names and versions of adapters change.
+"""Checks that other packages make before names and versions of adapters change.
 
-They use adapters and are above this room, so they add their checks when they start.
+These packages import this one, so they add their checks when they start.
 """
 
 from __future__ import annotations
