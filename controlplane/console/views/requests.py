@@ -58,7 +58,7 @@ def newest(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page(permission=Permission.REQUESTS_READ)
 def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
-    """One request."""
+    """Show one request."""
     row = services.request_get(request_id=request_id)
     decode_ms = row.total_ms - (row.first_token_ms or row.total_ms)
     context = {
@@ -107,7 +107,7 @@ def _context(wanted: reads.Wanted, page: reads.LogPage) -> dict[str, Any]:
 
 
 def _cursor(request: ConsoleRequest, name: str) -> uuid.UUID | None:
-    """Return the row id in the address at which the page begins, or None."""
+    """Return the row id at which the page begins, from its address, or None."""
     try:
         return uuid.UUID(request.GET.get(name, ""))
     except ValueError:

@@ -93,7 +93,7 @@ def test_the_buttons_of_a_canary(alias: Alias, owner: Client) -> None:
     press("ramp", percents="5, 100", minutes=1, min_requests=10, at_end="promote")
     press("ramp/pause")
     assert Ramp.objects.get(alias=alias).state == "paused"
-    assert "Go on with the ramp" in owner.get(PAGE).content.decode()
+    assert "Resume the ramp" in owner.get(PAGE).content.decode()
     press("ramp/resume")
     press("ramp/stop")
     press("promote")

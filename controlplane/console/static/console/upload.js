@@ -1,6 +1,6 @@
 // The adapter upload form: begin a version, send both files to the object store by parts, then tell
 // the console that they are uploaded. An unfinished upload is noted in the browser: after a reload
-// the person chooses the same files again, and it goes on.
+// the person chooses the same files again, and the upload continues.
 
 import { Paused, Refused, Transfer } from "./parts.js";
 
@@ -131,7 +131,7 @@ async function upload() {
 function keepNote() {
   try {
     localStorage.setItem(NOTE, JSON.stringify(begun));
-  } catch {} // without it a reload begins anew
+  } catch {} // without it a reload starts the upload again
 }
 
 function forgetNote() {
