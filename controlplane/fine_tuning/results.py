@@ -28,11 +28,11 @@ _MAX_BYTES = 1024**2
 
 
 class _IsMade(Exception):
-    """Another process was faster."""
+    """Raised when another process was faster."""
 
 
 def result_file_make(run: TrainingRun) -> None:
-    """Make the file of a job that is about to succeed; a repeated call does nothing.
+    """Make the metrics file of a job that is about to succeed; a repeated call does nothing.
 
     Other runs have none. Raises storage.STORAGE_ERRORS.
     """

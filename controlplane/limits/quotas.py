@@ -20,7 +20,7 @@ from controlplane.infra.locks import lock_until_commit
 from controlplane.limits.models import TenantQuota
 from controlplane.tenancy.scoping import current_tenant_id
 
-#: By quota: functions that count what the tenant in scope uses of it. Apps register theirs here.
+#: Quota -> a function that counts the tenant's use of it. Apps register theirs here.
 USES: dict[str, list[Callable[[], int]]] = {
     "storage_bytes": [],
     "training_runs": [],
@@ -36,7 +36,7 @@ def allowed(name: str) -> int:
 
 
 def used(name: str) -> int:
-    """Return how much the tenant in scope uses of a quota in `USES`."""
+    """Return the use of a quota in `USES` by the tenant in scope."""
     return sum(use() for use in USES[name])
 
 
@@ -50,9 +50,9 @@ def allowed_to_each(name: str, *, tenant: str = "tenant_id") -> Coalesce:
 
 
 def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None = None) -> None:
-    """Check that the quota has room for `more`; call it in the transaction that uses it.
+    """Check that the quota allows `more`; call it in the transaction that uses it.
 
-    retry_after_s  estimates when there is room again
+    retry_after_s  estimates when it allows more again
     Raises InvalidRequest for storage, RateLimited for work.
     """
     lock(name)
@@ -103,7 +103,7 @@ def quota_set(**values: int | None) -> TenantQuota:
     row = row or TenantQuota()
     for name, value in values.items():
         if name not in TenantQuota.NAMES:
-            raise TypeError(f"no such quota: {name}")
+            raise TypeError(f"there is no quota {name}")
         setattr(row, name, value)
     row.save()
     record("changed" if before else "created", row, before=before, after=_audit_fields(row))

@@ -148,5 +148,5 @@ def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) ->
             "a serving worker trains the batch",
             "the files of the live version are gone",
             "the run was trained by itself",
-            "the gate's suite is not there",
+            "the gate's suite does not exist",
         ]
