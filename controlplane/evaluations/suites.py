@@ -324,7 +324,7 @@ def cases_of_requests(
         messages = words.prompt.get("messages")
         if messages is None or words.is_truncated or not words.outputs:
             raise InvalidRequest(
-                "Leave this request out: a case needs a chat that is stored whole, with its answer.",
+                "Leave this request out: a case needs a chat that is stored with its answer.",
                 param=param,
             )
         found.append(_own(list(messages), words.outputs[0], checks, slice))

@@ -173,7 +173,7 @@ class InvitesView(TenantAPIView):
 
     @extend_schema(request=InviteCreateSerializer, responses={201: InviteCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Invite a person. They need the answer's `url`, which works once, for seven days."""
+        """Invite a person by the answer's `url`, which works once, for seven days."""
         body = InviteCreateSerializer.parsed(request)
         invite, token = people.invite_create(
             by=self.principal, email=body["email"], role=Role(body["role"])
