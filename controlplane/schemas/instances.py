@@ -1,4 +1,4 @@
-"""What the decoder's schemas of one object say of its names, taken together.
+"""The schemas of the decoder that apply to one object, and their rules for its names.
 
 The decoder merges the schemas that apply to the same value: those of `allOf`, `anyOf` and `$ref`.
 """
@@ -43,7 +43,7 @@ class Instances:
             self._collect(self._definitions[schema["$ref"].rpartition("/")[2]], group)
 
     def have_overlapping_patterns(self) -> bool:
-        """Whether a name may match patterns of two schemas of one object."""
+        """Return whether a name may match patterns of two schemas of one object."""
         patterns = NamePatterns()
         return any(
             patterns.overlapping(list(dict.fromkeys(_patterns(group)))) is not None

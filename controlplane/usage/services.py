@@ -15,11 +15,11 @@ from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
 
-#: Called with the records that are new, in the transaction that writes their rows: rooms above this
-#: one add what they count. Whatever one raises undoes the rows, too.
+#: Hooks for new records, called in the transaction that writes their rows. An exception in one of
+#: them also undoes the rows.
 ON_SETTLED: list[Callable[[Sequence[DoneRecord]], None]] = []
 
-#: Records of one request, if there could be two, lie no further apart.
+#: Largest distance of two records of one request.
 _NEAR = dt.timedelta(days=1)
 
 
@@ -45,12 +45,12 @@ def usage_settle(records: Sequence[DoneRecord]) -> None:
 
 
 def usage_records_create(rows: Sequence[UsageRecord]) -> set[uuid.UUID]:
-    """Write the rows whose requests have none yet, and add them to the totals. -> their ids."""
+    """Write rows for requests without one, and add them to the totals. -> their ids."""
     if not rows:
         return set()
     moments = [row.occurred_at for row in rows]
     with transaction.atomic():
-        # Only in the months of these rows, so that older ones cost nothing.
+        # Search only the months of these rows, so that older ones cost nothing.
         near = UsageRecord.objects.filter(
             occurred_at__gte=min(moments) - _NEAR, occurred_at__lte=max(moments) + _NEAR
         )
