@@ -112,7 +112,7 @@ def _adapter_name(form: JobForm, start: Start) -> str:
         check_named(name, "suffix")
         return name
     check_unbound(
-        "An adapter gets a new name without a suffix, which this key may not use: give a suffix.",
+        "Without a suffix the adapter gets a new name: give a suffix.",
         "suffix",
     )
     return f"ft-{uuid.uuid4().hex[:12]}"

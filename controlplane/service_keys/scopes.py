@@ -9,7 +9,7 @@ from collections.abc import Iterable
 class Scope(enum.StrEnum):
     """A scope; a write scope also allows reading the same objects.
 
-    `tenants:read` allows reading everything under /ops/v1/tenants, whatever its noun, except prompts.
+    `tenants:read` allows reading everything under /ops/v1/tenants except prompts.
     """
 
     TENANTS_READ = "tenants:read"

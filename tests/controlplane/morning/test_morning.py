@@ -252,7 +252,7 @@ def test_a_schedule_is_run_and_its_history_read_over_http(night: Night, scope: P
     assert assert_error(as_key(scope).post(f"{url}/run"), 409)["code"] == "run_active"
     browser = browser_of(scope.owner)
     page = browser.post("/console/adapters/invoices/schedule/run", follow=True).content.decode()
-    assert "A training run of the adapter has not ended." in page
+    assert "A training run of the adapter has not ended: wait, or cancel it." in page
     assert "somebody ran it" in page
     TrainingRun.objects.filter(status="queued").update(status="failed")
     answer = browser.post("/console/adapters/invoices/schedule/run")
