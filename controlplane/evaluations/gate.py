@@ -51,8 +51,12 @@ GATE_TASK = "controlplane.evaluations.tasks.gates_decide"
 _MAX_PER_TURN = 50
 _MAX_REASONS = 20
 _RELATED = (
-    *("version__adapter__live_version", "version__adapter__base_model", "candidate", "live"),
-    *("suite_version__suite", "tenant"),
+    "version__adapter__live_version",
+    "version__adapter__base_model",
+    "candidate",
+    "live",
+    "suite_version__suite",
+    "tenant",
 )
 
 Status = GateDecision.Status

@@ -21,9 +21,9 @@ from controlplane.training.models import TrainingEvent, TrainingRun
 
 #: The trainer measures no accuracy: that column is empty.
 COLUMNS = (
-    *("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"),
-    *("learning_rate", "trained_tokens", "tokens_per_s"),
-)
+    "step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy",
+    "learning_rate", "trained_tokens", "tokens_per_s",
+)  # fmt: skip
 _MAX_BYTES = 1024**2
 
 

@@ -21,11 +21,11 @@ MAX_URL_CHARS = 2000
 _NOT_PUBLIC = tuple(
     IPv4Network(text)
     for text in (
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
-        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
-        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16",
+        "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
     )
-)
+)  # fmt: skip
 #: The networks of hosts, without those for protocols (Teredo, ORCHID), documentation, 6to4.
 _PUBLIC_6 = IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = tuple(
@@ -37,11 +37,11 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in (
-        *("169.254.169.254", "169.254.170.2", "169.254.170.23", "168.63.129.16"),
-        *("100.100.100.200", "192.0.0.192"),
-        *("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe"),
+        "169.254.169.254", "169.254.170.2", "169.254.170.23", "168.63.129.16",
+        "100.100.100.200", "192.0.0.192",
+        "fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe",
     )
-)
+)  # fmt: skip
 
 #: The only parser of a URL; text of another form is refused. No user, no zone, no percent sign in
 #: the host, no backslash, space, control or non-ASCII character, no fragment.

@@ -113,8 +113,13 @@ class TenantQuota(TenantModel):
 
     #: The quota fields; `settings.TENANT_QUOTAS` has the same names.
     NAMES = (
-        *("storage_bytes", "training_runs", "training_at_once", "training_steps"),
-        *("training_tokens", "training_device_seconds", "adapter_checks"),
+        "storage_bytes",
+        "training_runs",
+        "training_at_once",
+        "training_steps",
+        "training_tokens",
+        "training_device_seconds",
+        "adapter_checks",
     )
 
     #: Bytes of files, adapters and datasets together.

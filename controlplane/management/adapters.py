@@ -37,9 +37,9 @@ class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
     class Meta:
         model = BaseModel
         fields = (
-            *("id", "object", "name", "revision", "context_length", "max_rank"),
-            *("shutdown_date", "created_at"),
-        )
+            "id", "object", "name", "revision", "context_length", "max_rank",
+            "shutdown_date", "created_at",
+        )  # fmt: skip
 
 
 def _policy_field(**options: Any) -> ChoiceField:
@@ -73,9 +73,9 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
     class Meta:
         model = Adapter
         fields = (
-            *("id", "object", "name", "base_model", "description", "live_version"),
-            *("promotion_policy", "gate", "shutdown_date", "created_at"),
-        )
+            "id", "object", "name", "base_model", "description", "live_version",
+            "promotion_policy", "gate", "shutdown_date", "created_at",
+        )  # fmt: skip
 
 
 class AdapterCreateSerializer(StrictSerializer):
@@ -135,9 +135,9 @@ class PromotionSerializer(serializers.ModelSerializer[Promotion]):
     class Meta:
         model = Promotion
         fields = (
-            *("id", "object", "adapter", "version", "previous_version", "cause", "reason"),
-            *("actor_type", "actor_name", "created_at"),
-        )
+            "id", "object", "adapter", "version", "previous_version", "cause", "reason",
+            "actor_type", "actor_name", "created_at",
+        )  # fmt: skip
 
 
 class ReasonSerializer(serializers.Serializer[dict[str, str]]):
@@ -164,11 +164,11 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     class Meta:
         model = AdapterVersion
         fields = (
-            *("id", "object", "adapter", "number", "model", "status", "source", "origin"),
-            *("digest", "num_bytes", "max_rank", "reasons", "report", "probe"),
-            *("created_at", "ready_at"),
-            *("deprecated_at", "shutdown_date", "files_until"),
-        )
+            "id", "object", "adapter", "number", "model", "status", "source", "origin",
+            "digest", "num_bytes", "max_rank", "reasons", "report", "probe",
+            "created_at", "ready_at",
+            "deprecated_at", "shutdown_date", "files_until",
+        )  # fmt: skip
 
     def get_probe(self, version: AdapterVersion) -> dict[str, Any] | None:
         return probe_of(version)

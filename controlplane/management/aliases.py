@@ -227,8 +227,14 @@ class AliasRollbackSerializer(AliasActionSerializer):
 
 
 _FIELDS = (
-    *("primary", "canary", "canary_percent", "json_schema", "system_prompt", "sampling"),
-    *("warmth", "guard"),
+    "primary",
+    "canary",
+    "canary_percent",
+    "json_schema",
+    "system_prompt",
+    "sampling",
+    "warmth",
+    "guard",
 )
 
 

@@ -190,9 +190,9 @@ class RampSerializer(serializers.ModelSerializer[Ramp]):
     class Meta:
         model = Ramp
         fields = (
-            *("object", "alias", "steps", "at_end", "state", "step", "due_at", "revision"),
-            *("canary_requests", "is_held", "reason", "actor_type", "actor_name", "updated_at"),
-        )
+            "object", "alias", "steps", "at_end", "state", "step", "due_at", "revision",
+            "canary_requests", "is_held", "reason", "actor_type", "actor_name", "updated_at",
+        )  # fmt: skip
 
     def get_step(self, ramp: Ramp) -> int:
         return ramp.step + 1

@@ -104,9 +104,9 @@ class CapturedRequestSerializer(serializers.ModelSerializer[CapturedRequest]):
     class Meta:
         model = CapturedRequest
         fields = (
-            *("id", "object", "cursor", "model", "captured_at", "rating"),
-            *("has_corrected_answer", "num_bytes"),
-        )
+            "id", "object", "cursor", "model", "captured_at", "rating",
+            "has_corrected_answer", "num_bytes",
+        )  # fmt: skip
 
     def get_has_corrected_answer(self, row: CapturedRequest) -> bool:
         return bool(row.sealed_answer)

@@ -37,9 +37,9 @@ class DatasetPullSerializer(serializers.ModelSerializer[DatasetPull]):
     class Meta:
         model = DatasetPull
         fields = (
-            *("id", "object", "status", "version", "added_rows", "error"),
-            *("created_at", "finished_at"),
-        )
+            "id", "object", "status", "version", "added_rows", "error",
+            "created_at", "finished_at",
+        )  # fmt: skip
 
 
 class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
@@ -64,9 +64,9 @@ class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
     class Meta:
         model = DatasetSource
         fields = (
-            *("id", "object", "dataset", "kind", "place", "cron", "timezone", "next_pull_at"),
-            *("is_pulling", "last_pull", "created_at"),
-        )
+            "id", "object", "dataset", "kind", "place", "cron", "timezone", "next_pull_at",
+            "is_pulling", "last_pull", "created_at",
+        )  # fmt: skip
 
 
 class DatasetSourceSetSerializer(StrictSerializer):

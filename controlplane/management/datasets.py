@@ -113,9 +113,9 @@ class DatasetVersionSerializer(serializers.ModelSerializer[DatasetVersion]):
     class Meta:
         model = DatasetVersion
         fields = (
-            *("id", "object", "number", "kind", "sha256", "num_bytes", "num_rows", "added_rows"),
-            *("is_stored", "created_at"),
-        )
+            "id", "object", "number", "kind", "sha256", "num_bytes", "num_rows", "added_rows",
+            "is_stored", "created_at",
+        )  # fmt: skip
 
 
 class DatasetVersionCreateSerializer(StrictSerializer):

@@ -62,9 +62,9 @@ class SuiteVersionSerializer(serializers.ModelSerializer[SuiteVersion]):
     class Meta:
         model = SuiteVersion
         fields = (
-            *("id", "object", "suite", "version", "num_cases", "num_bytes", "origin"),
-            *("has_requests", "created_at"),
-        )
+            "id", "object", "suite", "version", "num_cases", "num_bytes", "origin",
+            "has_requests", "created_at",
+        )  # fmt: skip
 
 
 class CaseSerializer(serializers.ModelSerializer[Case]):
@@ -129,10 +129,10 @@ class EvaluationSerializer(serializers.ModelSerializer[Evaluation]):
     class Meta:
         model = Evaluation
         fields = (
-            *("id", "object", "model", "served", "suite", "suite_version", "status"),
-            *("num_cases", "num_done", "summary", "error", "max_tokens", "seed"),
-            *("created_at", "started_at", "finished_at"),
-        )
+            "id", "object", "model", "served", "suite", "suite_version", "status",
+            "num_cases", "num_done", "summary", "error", "max_tokens", "seed",
+            "created_at", "started_at", "finished_at",
+        )  # fmt: skip
 
 
 class EvaluationCreateSerializer(StrictSerializer):
@@ -167,9 +167,9 @@ class ResultSerializer(serializers.ModelSerializer[Result]):
     class Meta:
         model = Result
         fields = (
-            *("id", "object", "position", "slice", "output", "finish_reason", "error"),
-            *("scores", "score", "logprob", "num_tokens"),
-        )
+            "id", "object", "position", "slice", "output", "finish_reason", "error",
+            "scores", "score", "logprob", "num_tokens",
+        )  # fmt: skip
 
 
 _INTERVAL = {

@@ -45,10 +45,10 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
     class Meta:
         model = GateDecision
         fields = (
-            *("id", "object", "adapter", "version", "live_version", "suite", "suite_version"),
-            *("status", "outcome", "reasons", "findings", "num_leaked", "policy", "candidate"),
-            *("live", "created_at", "decided_at"),
-        )
+            "id", "object", "adapter", "version", "live_version", "suite", "suite_version",
+            "status", "outcome", "reasons", "findings", "num_leaked", "policy", "candidate",
+            "live", "created_at", "decided_at",
+        )  # fmt: skip
 
 
 class VersionGateView(TenantAPIView):

@@ -125,9 +125,9 @@ class BudgetSerializer(serializers.ModelSerializer[Budget]):
     class Meta:
         model = Budget
         fields = (
-            *("id", "object", "api_key", "period", "hard_limit", "soft_limit"),
-            *("created_at", "updated_at"),
-        )
+            "id", "object", "api_key", "period", "hard_limit", "soft_limit",
+            "created_at", "updated_at",
+        )  # fmt: skip
 
 
 def _tokens(help_text: str) -> serializers.IntegerField:

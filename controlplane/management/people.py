@@ -32,9 +32,9 @@ class TenantSerializer(serializers.ModelSerializer[Tenant]):
     class Meta:
         model = Tenant
         fields = (
-            *("id", "object", "slug", "name", "status", "requires_second_factor"),
-            *("allowed_origins", "created_at"),
-        )
+            "id", "object", "slug", "name", "status", "requires_second_factor",
+            "allowed_origins", "created_at",
+        )  # fmt: skip
 
 
 class TenantUpdateSerializer(StrictSerializer):
@@ -72,9 +72,9 @@ class InviteSerializer(serializers.ModelSerializer[Invite]):
     class Meta:
         model = Invite
         fields = (
-            *("id", "object", "email", "role", "status", "created_at", "expires_at"),
-            *("accepted_at", "revoked_at"),
-        )
+            "id", "object", "email", "role", "status", "created_at", "expires_at",
+            "accepted_at", "revoked_at",
+        )  # fmt: skip
 
 
 class InviteCreateSerializer(StrictSerializer):

@@ -67,23 +67,14 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     class Meta:
         model = InferenceRequest
         fields = (
-            *("id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id"),
-            *("alias_revision_id", "alias_target"),
-            *(
-                "digests",
-                "weights",
-                "sampling",
-                "attempts",
-                "api_key_id",
-                "stream",
-                "is_batch",
-                "status",
-                "finish_reason",
-            ),
-            *("error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms"),
+            "id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id",
+            "alias_revision_id", "alias_target",
+            "digests", "weights", "sampling", "attempts", "api_key_id", "stream", "is_batch",
+            "status", "finish_reason",
+            "error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms",
             "tier",
-            *("prompt_tokens", "cached_tokens", "completion_tokens", "drafts", "has_content"),
-        )
+            "prompt_tokens", "cached_tokens", "completion_tokens", "drafts", "has_content",
+        )  # fmt: skip
 
     def get_status(self, row: InferenceRequest) -> int:
         if row.error_code:

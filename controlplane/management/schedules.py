@@ -40,9 +40,9 @@ class ScheduleRunSerializer(serializers.ModelSerializer[ScheduleRun]):
     class Meta:
         model = ScheduleRun
         fields = (
-            *("id", "object", "slot", "state", "reason", "why", "trigger", "training_run"),
-            *("num_rows", "rows_before", "created_at", "concluded_at"),
-        )
+            "id", "object", "slot", "state", "reason", "why", "trigger", "training_run",
+            "num_rows", "rows_before", "created_at", "concluded_at",
+        )  # fmt: skip
 
 
 class ScheduleRunsView(TenantAPIView):

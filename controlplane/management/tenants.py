@@ -56,10 +56,10 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     class Meta:
         model = ApiKey
         fields = (
-            *("id", "object", "public_id", "name", "environment", "last4", "scopes"),
-            *("allowed_models", "allowed_ips", "owner", "service_account", "parent", "created_at"),
-            *("expires_at", "old_secret_until", "revoked_at", "last_used_at"),
-        )
+            "id", "object", "public_id", "name", "environment", "last4", "scopes",
+            "allowed_models", "allowed_ips", "owner", "service_account", "parent", "created_at",
+            "expires_at", "old_secret_until", "revoked_at", "last_used_at",
+        )  # fmt: skip
 
 
 class _RulesSerializer(StrictSerializer):

@@ -68,9 +68,9 @@ class DatasetSerializer(serializers.ModelSerializer[Dataset]):
     class Meta:
         model = Dataset
         fields = (
-            *("id", "object", "name", "version", "sha256", "num_bytes", "num_rows"),
-            *("created_at", "updated_at"),
-        )
+            "id", "object", "name", "version", "sha256", "num_bytes", "num_rows",
+            "created_at", "updated_at",
+        )  # fmt: skip
 
 
 class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
@@ -102,11 +102,11 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
     class Meta:
         model = TrainingRun
         fields = (
-            *("id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256"),
-            *("validation_dataset", "validation_sha256", "status", "progress"),
-            *("error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters"),
-            *("created_at", "started_at", "finished_at"),
-        )
+            "id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256",
+            "validation_dataset", "validation_sha256", "status", "progress",
+            "error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters",
+            "created_at", "started_at", "finished_at",
+        )  # fmt: skip
 
 
 class TrainingRunCreateSerializer(StrictSerializer):
@@ -144,10 +144,10 @@ class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
     class Meta:
         model = Schedule
         fields = (
-            *("id", "object", "adapter", "dataset", "validation_dataset", "cron", "timezone"),
-            *("hyperparameters", "is_paused", "next_run_at", "created_at"),
-            *("skip_unchanged", "window", "misfire", "grace_s", "max_runs_per_day", "owed_slot"),
-        )
+            "id", "object", "adapter", "dataset", "validation_dataset", "cron", "timezone",
+            "hyperparameters", "is_paused", "next_run_at", "created_at",
+            "skip_unchanged", "window", "misfire", "grace_s", "max_runs_per_day", "owed_slot",
+        )  # fmt: skip
 
 
 class ScheduleRulesSerializer(StrictSerializer):

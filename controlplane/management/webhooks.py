@@ -44,9 +44,9 @@ class WebhookSerializer(serializers.ModelSerializer[WebhookEndpoint]):
     class Meta:
         model = WebhookEndpoint
         fields = (
-            *("id", "object", "url", "description", "event_types", "is_enabled"),
-            *("disabled_reason", "failing_since", "old_secret_until", "created_at"),
-        )
+            "id", "object", "url", "description", "event_types", "is_enabled",
+            "disabled_reason", "failing_since", "old_secret_until", "created_at",
+        )  # fmt: skip
 
 
 class WebhookCreatedSerializer(WebhookSerializer):
@@ -111,9 +111,9 @@ class WebhookDeliverySerializer(serializers.ModelSerializer[WebhookDelivery]):
     class Meta:
         model = WebhookDelivery
         fields = (
-            *("id", "object", "event", "event_type", "status", "attempts", "attempted_at"),
-            *("next_attempt_at", "response_status", "error", "took_ms", "created_at"),
-        )
+            "id", "object", "event", "event_type", "status", "attempts", "attempted_at",
+            "next_attempt_at", "response_status", "error", "took_ms", "created_at",
+        )  # fmt: skip
 
 
 class WebhooksView(TenantAPIView):

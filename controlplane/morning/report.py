@@ -32,8 +32,10 @@ _MAX_SLOTS = 5000
 _FIRST = {"failed": 0, "missed": 1, "cancelled": 2}
 _LAST = 9
 _GATE = (
-    *("version__adapter", "suite_version__suite"),
-    *("candidate__suite_version__suite", "live__suite_version__suite"),
+    "version__adapter",
+    "suite_version__suite",
+    "candidate__suite_version__suite",
+    "live__suite_version__suite",
 )
 
 

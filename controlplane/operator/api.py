@@ -91,10 +91,10 @@ class DeletionSerializer(serializers.ModelSerializer[TenantDeletion]):
     class Meta:
         model = TenantDeletion
         fields = (
-            *("id", "object", "tenant", "tenant_id", "status", "requested_by", "requested_at"),
-            *("due_at", "started_at", "finished_at", "restored_at", "steps", "counts"),
-            *("num_bytes", "error"),
-        )
+            "id", "object", "tenant", "tenant_id", "status", "requested_by", "requested_at",
+            "due_at", "started_at", "finished_at", "restored_at", "steps", "counts",
+            "num_bytes", "error",
+        )  # fmt: skip
 
 
 class WorkerSerializer(serializers.Serializer[Any]):
@@ -130,9 +130,9 @@ class DeadLetterSerializer(serializers.ModelSerializer[DeadLetter]):
     class Meta:
         model = DeadLetter
         fields = (
-            *("id", "object", "tenant", "request_id", "model", "worker_id", "reason"),
-            *("created_at", "requeued_at", "requeued_as"),
-        )
+            "id", "object", "tenant", "request_id", "model", "worker_id", "reason",
+            "created_at", "requeued_at", "requeued_as",
+        )  # fmt: skip
 
 
 class QuarantineSerializer(serializers.Serializer[Any]):

@@ -37,10 +37,10 @@ class ServiceKeySerializer(serializers.ModelSerializer[ServiceKey]):
     class Meta:
         model = ServiceKey
         fields = (
-            *("id", "object", "public_id", "name", "last4", "scopes", "allowed_ips"),
-            *("created_by", "created_at", "expires_at", "old_secret_until", "revoked_at"),
+            "id", "object", "public_id", "name", "last4", "scopes", "allowed_ips",
+            "created_by", "created_at", "expires_at", "old_secret_until", "revoked_at",
             "last_used_at",
-        )
+        )  # fmt: skip
 
 
 class ServiceKeyCreateSerializer(StrictSerializer):

@@ -126,8 +126,12 @@ def service_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tup
     service_key.last4 = parts.text()[-4:]
     service_key.save(
         update_fields=[
-            *("old_secret_hmac", "old_secret_until", "old_pepper_id"),
-            *("secret_hmac", "pepper_id", "last4"),
+            "old_secret_hmac",
+            "old_secret_until",
+            "old_pepper_id",
+            "secret_hmac",
+            "pepper_id",
+            "last4",
         ]
     )
     record("rotated", service_key, after={"grace_s": grace_s})

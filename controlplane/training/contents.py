@@ -29,7 +29,7 @@ KEPT = dt.timedelta(hours=1)
 MAX_PER_TURN = 500
 #: Bytes per read from the store, so that no connection stays open while they are worked on.
 _WINDOW_BYTES = 8 << 20
-#: Contents that a row names, and the parts of which they are made.
+#: Contents that a row names, and their parts.
 _NEEDED = """
 with recursive needed(tenant_id, sha256) as (
     select tenant_id, sha256 from training_dataset

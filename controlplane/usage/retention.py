@@ -16,7 +16,7 @@ from controlplane.usage.models import UsageRecord
 
 log = logging.getLogger(__name__)
 
-#: How far ahead partitions are created.
+#: Time ahead for which partitions are created.
 _AHEAD = dt.timedelta(days=92)
 #: Time limit of a change of partitions, for which writers wait; the next turn repeats it.
 _LOCK_TIMEOUT = "2s"

@@ -77,9 +77,9 @@ def disks() -> Iterator[Finding]:
         free = shutil.disk_usage(place).free
         said = f"{name}: {free / 2**30:.1f} GiB free in {place}"
         if free < _TOO_LITTLE_BYTES:
-            yield failure(said, "make room: adapters are checked and trained here")
+            yield failure(said, "free some space: adapters are checked and trained here")
         elif free < _LITTLE_BYTES and name == "LORIKEET_WORK_DIR":
-            yield warning(said, "make room: a dataset or adapter can have gigabytes")
+            yield warning(said, "free some space: a dataset or adapter can have gigabytes")
         else:
             yield ok(said)
 
