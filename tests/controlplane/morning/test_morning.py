@@ -61,7 +61,7 @@ def test_the_page_shows_it_to_a_viewer(night: Night, scope: Party) -> None:
     page = browser_of(scope.viewer).get("/console/morning").content.decode()
     for text in (
         "10, 3 added",
-        "-0.2500 to the run before",
+        "-0.2500 against the run before",
         '<polyline class="curve beside"',
         "It is worse: the mean score",
         "95 %",

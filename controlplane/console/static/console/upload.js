@@ -161,7 +161,7 @@ form.addEventListener("submit", async (event) => {
   } catch (error) {
     stop.hidden = true;
     submit.disabled = false;
-    if (begun) submit.textContent = "Go on";
+    if (begun) submit.textContent = "Continue";
     if (error instanceof Paused) {
       status.textContent = `Paused. ${status.textContent}`;
       return;
@@ -196,7 +196,7 @@ async function offerUnfinished() {
   const total = note.sizes.config + note.sizes.tensors;
   unfinished.querySelector("[data-of]").textContent =
     `The upload of ${note.name} is not finished: ${size(sent)} of ${size(total)} arrived.`;
-  submit.textContent = "Go on";
+  submit.textContent = "Continue";
   unfinished.hidden = false;
 }
 
