@@ -169,7 +169,7 @@ def _fetch(version: AdapterVersion, lease: _Lease, source: Source) -> None:
         stated = _stated(answer, CONFIG)
         config = b"".join(_bounded(answer, CONFIG))
         if stated not in (None, len(config)):
-            raise TryAgain(CONFIG, "the answer ended before the whole file had arrived")
+            raise TryAgain(CONFIG, "it could not be fetched: the answer ended too early")
         _check_length(CONFIG, len(config))
     lease.renew()
     with source.opened(TENSORS, max_bytes=FILES[TENSORS] + 1) as answer:
@@ -235,7 +235,7 @@ def _stream(version: AdapterVersion, lease: _Lease, answer: Answer, num_bytes: i
                 lease.renew()
                 renewed_at = time.monotonic()
         if received != num_bytes:
-            raise TryAgain(TENSORS, "the answer ended before the whole file had arrived")
+            raise TryAgain(TENSORS, "it could not be fetched: the answer ended too early")
         lease.renew()
         writer.finish()
     except BaseException:
