@@ -166,7 +166,6 @@ def _checked_scopes(scopes: Iterable[str]) -> list[str]:
 
 
 def _audit_fields(service_key: ServiceKey) -> dict[str, Any]:
-    """Return the fields of a key that the audit trail records."""
     return {
         "public_id": service_key.public_id,
         "name": service_key.name,

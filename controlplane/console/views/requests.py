@@ -81,7 +81,6 @@ _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def _sampling(row: InferenceRequest) -> list[tuple[str, Any]]:
-    """Return the request's sampling parameters."""
     said = row.sampling or {}
     known = [(name, said[name]) for name in _SAMPLING if name in said]
     return known + sorted(item for item in said.items() if item[0] not in _SAMPLING)
