@@ -42,12 +42,13 @@ class _Refused(Exception):
 
 
 class _Forgotten(Exception):
-    """Redis has lost the request and its answer."""
+    """Raised when Redis has lost the request and its answer."""
 
 
 class Feeder:
-    """Answers lines until there are no more. If it is cancelled, the next runner that opens the
-    stream finds the requests under way.
+    """The loop that answers lines until there are no more.
+
+    If it is cancelled, the next runner that opens the stream finds the requests under way.
 
     deadline      Unix seconds; past it nobody wants the answers
     principal     who asks, with the permissions they have at that moment

@@ -32,7 +32,7 @@ MAX_TURNS = 20
 
 
 class Runner:
-    """Takes up batches and works on them until `stop` is set.
+    """A loop that takes up batches and works on them until `stop` is set.
 
     max_in_flight  requests at a time, whatever the pool could take
     """

@@ -147,7 +147,7 @@ class CaseForm(_ChecksForm):
 
 
 class EvaluationForm(forms.Form):
-    """Runs a suite on a model."""
+    """The form that runs a suite on a model."""
 
     model = forms.CharField(
         max_length=200,

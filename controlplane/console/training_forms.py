@@ -46,7 +46,7 @@ def _number(name: str, label: str | None = None, help_text: str = "") -> forms.I
 
 
 class TrainForm(forms.Form):
-    """Starts a training run of an existing or a new adapter."""
+    """The form that starts a training run of an existing or a new adapter."""
 
     adapter = forms.CharField(
         max_length=63,

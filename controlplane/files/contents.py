@@ -29,7 +29,7 @@ def most_bytes(purpose: Purpose) -> int:
 
 
 class FileWriter:
-    """Writes a file's bytes to the store as they arrive, and computes their digests.
+    """A writer of a file's bytes to the store as they arrive, which computes their digests.
 
     max_bytes  `write` raises PayloadTooLarge for more
     heartbeat  called regularly while bytes arrive

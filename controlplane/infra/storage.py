@@ -201,7 +201,7 @@ def delete(keys: list[str]) -> None:
 
 
 class ObjectWriter:
-    """Writes an object piece by piece; it keeps one part in memory.
+    """A writer of an object, piece by piece, with one part in memory.
 
     The object exists only after `finish`; after `abort` it never does.
     """

@@ -43,7 +43,7 @@ _RELATED = ("adapter", "dataset", "validation_dataset", "version")
 
 
 class RowsParser(BaseParser):
-    """Reads a body of any media type as bytes, up to the limit of a dataset."""
+    """A parser of any media type as bytes, up to the limit of a dataset."""
 
     media_type = "*/*"
 

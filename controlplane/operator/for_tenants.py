@@ -49,7 +49,7 @@ _WITH_PROMPTS = (aliases.AliasView, aliases.AliasRevisionView)
 
 
 class ForTenant(OperatorAccess, TenantAPIView):
-    """Runs a view of /api/v1 as the operator, in the scope of the tenant of the address."""
+    """A view of /api/v1, run as the operator in the scope of the tenant of the address."""
 
     scope: ClassVar[Scope]
 

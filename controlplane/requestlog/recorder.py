@@ -121,7 +121,7 @@ def _newest(
 
 
 class Recorder:
-    """Collects and writes content and refusals; run `run` in the event loop of the requests."""
+    """The writer of content and refusals; run `run` in the event loop of the requests."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[Words] = collections.deque()

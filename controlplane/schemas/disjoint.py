@@ -18,7 +18,7 @@ _BOUND_TYPES = ("number", "string", "array", "object")
 
 
 class Disjointness:
-    """Compares the schemas of one walk."""
+    """A comparison of the schemas of one walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk

@@ -17,7 +17,7 @@ def requires_itself(schema: dict[str, Any]) -> bool:
 
 
 class _Endless:
-    """Follows the required parts of instances; a reference to a schema on the path is endless."""
+    """A walk over the required parts of instances; a reference to its own path is endless."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._references = References(schema)

@@ -16,7 +16,7 @@ _ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties", "requ
 
 
 class Instances:
-    """Groups the parts of a decoder's schema by the values that they apply to."""
+    """The parts of a decoder's schema, grouped by the values to which they apply."""
 
     def __init__(self, decoding: Schema) -> None:
         self._definitions = decoding.get("$defs", {})

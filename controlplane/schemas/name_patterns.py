@@ -19,7 +19,7 @@ _Ranges = tuple[tuple[int, int], ...]
 
 
 class NamePatterns:
-    """Compares the patterns of one schema, in bounded time.
+    """A comparison of the patterns of one schema, in bounded time.
 
     listed  the names of all properties that the schema lists
     """

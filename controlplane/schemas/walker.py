@@ -72,7 +72,7 @@ Handler = Callable[["Walk", Node, Any], None]
 
 
 class Walk:
-    """Reads one schema. `findings` is complete when `run` has returned.
+    """A walk over one schema. `findings` is complete when `run` has returned.
 
     name_patterns     compares the patterns of property names
     follows_patterns  whether the decoder gets them

@@ -186,7 +186,7 @@ def _client() -> tuple[Any, Any]:
 
 
 class EpochReader:
-    """Reads the epochs for a gateway.
+    """A reader of the epochs for a gateway.
 
     client  of redis.asyncio
     """

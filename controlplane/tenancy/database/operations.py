@@ -36,7 +36,7 @@ _Model = type[models.Model]
 
 
 class _RowSecurityOperation(Operation):
-    """Changes the database, not the state of the models."""
+    """A migration operation that changes the database, not the state of the models."""
 
     reversible = True
 

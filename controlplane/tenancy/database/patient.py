@@ -15,7 +15,7 @@ INTERVAL_S = 0.1
 
 
 class PatientConnection(psycopg.Connection[Any]):
-    """Closes itself when an answer takes longer than `controlplane.infra.circuit.patience` allows.
+    """A connection that closes itself when an answer is later than `infra.circuit.patience` allows.
 
     The server cannot be asked to bound it: a server that hangs bounds nothing, and its kernel keeps
     the connection alive.
