@@ -73,7 +73,7 @@ def test_an_alias_is_made_and_changed(alias: Alias, owner: Client) -> None:
     assert (current.number, current.canary_percent, current.reason) == (2, 20, "try it")
     late = owner.post(f"{PAGE}/edit", change | {"canary_percent": 30})
     assert late.status_code == 422
-    assert "The current revision is 2, not 1." in late.content.decode()
+    assert "The current revision is 2, not 1: read it again." in late.content.decode()
     wrong = owner.post(f"{PAGE}/edit", change | {"primary": "a b"})
     assert "is not an adapter" in wrong.content.decode()
 

@@ -160,7 +160,7 @@ def test_scores_that_are_not_the_suites_are_not_kept(
     gated: Adapter, asked: list[tuple[str, bool]], globex: Party
 ) -> None:
     run = trained(gated, [(-1.0, 4)], [(-1.0, 4)])
-    assert told(run) == ["it has 1 scores, and the suite 120 expected answers"]
+    assert told(run) == ["it has 1 scores for 120 expected answers"]
     with tenant_scope(globex.tenant.pk):
         one = cases(1)
         theirs = suites.suite_version_create(name="theirs", cases=one, origin={"kind": "api"})
