@@ -35,9 +35,9 @@ from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
 from controlplane.training.services import MAX_DIRECT_BYTES  # noqa: E402
 
-#: A dataset and the form that contains it.
+#: Largest body: a dataset and the form that contains it.
 MAX_SITE_BODY_BYTES = MAX_DIRECT_BYTES + 1024**2
-#: For the keys' last uses, when the server ends.
+#: Time for writing the keys' last uses when the server ends.
 _LAST_NOTES_S = 2.0
 
 _files = receiver.FileReceiver()

@@ -1,4 +1,4 @@
-"""What Celery's beat starts by itself, and how often."""
+"""The tasks that Celery's beat starts, and their intervals."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An error that is answered with its own status and body."""
+    """An error with a status and a body of its own."""
 
     status = 500
     type = "server_error"
@@ -279,4 +279,4 @@ def _in_json_words(message: str) -> str:
     """Return a message of Django REST framework without the names of Python's types."""
     if _EXPECTED.match(message) is None:
         return message
-    return "It must be a list." if "a list" in message else "It must be an object."
+    return "This must be a list." if "a list" in message else "This must be an object."

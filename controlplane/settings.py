@@ -27,8 +27,8 @@ _variables = Variables(os.environ)
 env, env_bool, env_number = _variables.text, _variables.flag, _variables.number
 
 DEBUG = env_bool("LORIKEET_DEBUG", False)
-#: A trainer and beat need neither of these two; Compose does not give them. Django raises when an
-#: empty SECRET_KEY is used; without a pepper there is no such setting, and its use raises, too.
+#: Trainer and beat need neither, and Compose does not give them. Django raises when an empty
+#: SECRET_KEY is used; without a pepper there is no such setting, and its use raises, too.
 SECRET_KEY = env("LORIKEET_SECRET_KEY", "")
 if _pepper := env("LORIKEET_KEY_PEPPER", ""):
     #: Key of the HMAC over API key secrets, and of stored encrypted values.
@@ -46,7 +46,7 @@ ALLOWED_HOSTS = [
 CSRF_TRUSTED_ORIGINS = [BASE_URL]
 #: Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks.
 FORWARDED_ALLOW_IPS = env("FORWARDED_ALLOW_IPS", "")
-#: That a web process holds of one address, or IPv6 network of 64 bits; 0: as many as it can.
+#: Most connections of one address, or IPv6 network of 64 bits; 0: no limit.
 MAX_CONNECTIONS_PER_ADDRESS = env_number("LORIKEET_MAX_CONNECTIONS_PER_ADDRESS", 1000)
 #: Seconds for which browsers use only https, after one answer by https.
 HSTS_S = 365 * 24 * 3600
@@ -117,7 +117,7 @@ ASGI_APPLICATION = "controlplane.asgi.application"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
-        # Before the apps' folders: it replaces a template of unfold's.
+        # Before the apps' folders, because it replaces a template of unfold's.
         "DIRS": [BASE_DIR / "controlplane" / "operator" / "templates"],
         "APP_DIRS": True,
         "OPTIONS": {
@@ -133,7 +133,7 @@ TEMPLATES = [
 # A pool and persistent connections exclude each other; under ASGI only the pool is bounded.
 DATABASE_POOL_SIZE = env_number("DATABASE_POOL_SIZE", 0)
 MAX_DATABASE_AWAY_S = 600
-#: How long gateways go on with keys, models and limits that they have seen when it is away.
+#: Time for which gateways use cached keys, models and limits while PostgreSQL is away.
 DATABASE_AWAY_S = env_number("LORIKEET_DATABASE_AWAY_S", 30.0, 0, MAX_DATABASE_AWAY_S)
 DATABASES = {
     "default": dj_database_url.parse(
@@ -168,7 +168,7 @@ if DATABASE_POOL_SIZE:
         "min_size": 1,
         "max_size": DATABASE_POOL_SIZE,
         "timeout": 10,
-        # A failed attempt is repeated for so long; then the next request makes a new one. The
+        # A failed attempt is repeated for this time; then the next request makes a new one. The
         # default, five minutes, has pauses in which the pool does not see that the server is back.
         "reconnect_timeout": 1,
         "connection_class": PatientConnection,
@@ -268,16 +268,16 @@ CACHES = {
 POOL = env("LORIKEET_POOL", "default")
 #: A request that would wait longer than this for a worker is refused at once.
 MAX_WAIT_S = env_number("LORIKEET_MAX_WAIT_S", 60.0)
-#: How often Redis's file is rewritten, so that it no longer contains requests that have ended.
+#: Interval at which Redis's file is rewritten without ended requests.
 REDIS_REWRITE_S = env_number("LORIKEET_REDIS_REWRITE_S", 300, 1)
-#: How long a dead letter keeps its prompt, so that an operator can requeue it.
+#: Time for which a dead letter keeps its prompt, so that an operator can requeue it.
 DEAD_LETTER_DAYS = env_number("LORIKEET_DEAD_LETTER_DAYS", 7.0)
 #: Most bytes of a tenant's stored prompts and answers; the oldest are deleted first.
 CONTENT_BYTES_PER_TENANT = env_number("LORIKEET_CONTENT_BYTES_PER_TENANT", 1024**3, 1)
 
-#: How long usage records are kept, at least: a month is dropped when all of it is older.
+#: Least time for which usage records are kept: a month is dropped when all of it is older.
 USAGE_DAYS = env_number("LORIKEET_USAGE_DAYS", 400, 31)
-#: How long a tenant that an operator deleted can be restored; then its data is deleted for good.
+#: Time in which a deleted tenant can be restored; then its data is deleted.
 TENANT_DELETION_GRACE_DAYS = env_number("LORIKEET_TENANT_DELETION_GRACE_DAYS", 7)
 
 #: Requests that one batch runner has in flight at a time, however large the pool is.
@@ -297,19 +297,18 @@ TENANT_QUOTAS = {
 MAX_DATASET_BYTES = env_number("LORIKEET_MAX_DATASET_BYTES", 2 * 1024**3, 1)
 #: Time limit of a training run, and so the longest wait of another tenant's first run.
 TRAINING_MAX_RUN_S = env_number("LORIKEET_TRAINING_MAX_RUN_S", 4 * 3600.0, 1, 11 * 3600)
-#: Where a serving worker trains batches of runs over the base that it holds; "": the child does.
+#: Socket of a serving worker that trains batches over its base; "": a child trains them.
 TRAINING_SOCKET = env("LORIKEET_TRAINING_SOCKET", "")
-#: How many queued runs of one base model a trainer takes at once; 1: a child process for each.
+#: Number of queued runs of a base model that a trainer takes at once; 1: a child for each.
 TRAIN_BATCH = env_number("LORIKEET_TRAIN_BATCH", 64 if TRAINING_SOCKET else 1, 1, 256)
 if TRAINING_SOCKET and TRAIN_BATCH == 1:
     raise ImproperlyConfigured(
-        "LORIKEET_TRAIN_BATCH is 1, so that no worker would train by LORIKEET_TRAINING_SOCKET: set "
-        "more, or leave one of both out"
+        "LORIKEET_TRAINING_SOCKET needs LORIKEET_TRAIN_BATCH above 1: set one, or leave it out"
     )
 try:
     #: When training runs may begin; None: at any time.
     TRAINING_WINDOW = DailyWindow.parse(env("LORIKEET_TRAINING_WINDOW", ""))
-    #: What a training run may take of its GPU's memory, if a worker has the same GPU.
+    #: Bytes of GPU memory for a training run, if a worker has the same GPU.
     TRAINER_GPU_SHARE = trainer_gpu_share(
         env("LORIKEET_TRAINER_GPU_SHARE", ""),
         env("LORIKEET_GPU", ""),
@@ -318,17 +317,17 @@ try:
 except ValueError as error:
     raise ImproperlyConfigured(str(error)) from error
 
-#: Whether a version waits until a worker agrees with PEFT: see `controlplane.adapters.probing`.
+#: The rule for versions without a probe: see `controlplane.adapters.probing`.
 PROBE = env("LORIKEET_PROBE", "try")
 if PROBE not in ("require", "try", "off"):
-    raise ImproperlyConfigured("LORIKEET_PROBE is none of require, try and off")
+    raise ImproperlyConfigured("LORIKEET_PROBE must be require, try or off")
 PROBE_WAIT_S = env_number("LORIKEET_PROBE_WAIT_S", 120.0)
 
-#: Seconds in which new workers should have done what waits; lower: more are asked for.
+#: Seconds in which new workers should finish the waiting requests; lower: more workers.
 TARGET_WAIT_S = env_number("LORIKEET_TARGET_WAIT_S", 10.0, 0.01)
-#: How long making a version live waits until all workers have loaded it; 10 at most.
+#: Seconds for which a promotion waits until all workers have loaded the version; at most 10.
 PREFETCH_WAIT_S = min(10.0, env_number("LORIKEET_PREFETCH_WAIT_S", 5.0))
-#: How often workers are asked for the adapters that are kept warm; a pin lasts for six turns, and
+#: Interval at which workers are asked for the adapters kept warm; a pin lasts for six of them, and
 #: workers end it after ten minutes.
 WARMTH_TURN_S = min(100.0, max(1.0, env_number("LORIKEET_WARMTH_TURN_S", 20.0)))
 
@@ -350,7 +349,7 @@ CELERY_TASK_ROUTES = {
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     # Longer than any training run: after this time Redis redelivers an unacknowledged task.
     "visibility_timeout": 12 * 3600,
-    # Without timeouts callers that queue a task, also beat, wait for ever for a hung Redis.
+    # Without timeouts callers that queue a task, also beat, wait for a hung Redis without end.
     "socket_timeout": 5,
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
@@ -362,21 +361,26 @@ CELERY_BEAT_SCHEDULE = beat_schedule(
 )
 
 S3_ENDPOINT_URL = env("S3_ENDPOINT_URL")
-#: How clients reach S3: presigned URLs carry this host.
+#: Address at which clients reach S3: presigned URLs carry this host.
 S3_PUBLIC_ENDPOINT_URL = env("S3_PUBLIC_ENDPOINT_URL", S3_ENDPOINT_URL)
 S3_ACCESS_KEY_ID = env("S3_ACCESS_KEY_ID")
 S3_SECRET_ACCESS_KEY = env("S3_SECRET_ACCESS_KEY")
 S3_BUCKET = env("S3_BUCKET", "lorikeet")
 S3_REGION = env("S3_REGION", "us-east-1")
 
-#: Which addresses that tenants name may be called: `infra.outbound`.
+#: Rules for addresses that tenants name: `infra.outbound`.
 OUTBOUND = outbound_policy(
     env("LORIKEET_OUTBOUND_HOSTS", ""),
     env("LORIKEET_OUTBOUND_ALLOWED_NETWORKS", ""),
     env("LORIKEET_OUTBOUND_DENIED_NETWORKS", ""),
     env("LORIKEET_OUTBOUND_CA_PATH", ""),
-    *(BASE_URL, S3_ENDPOINT_URL, S3_PUBLIC_ENDPOINT_URL, REDIS_URL, CELERY_BROKER_URL),
-    *(env("DATABASE_URL"), env("DATABASE_OWNER_URL", "")),
+    BASE_URL,
+    S3_ENDPOINT_URL,
+    S3_PUBLIC_ENDPOINT_URL,
+    REDIS_URL,
+    CELERY_BROKER_URL,
+    env("DATABASE_URL"),
+    env("DATABASE_OWNER_URL", ""),
 )
 
 #: The Hub that adapters are imported from; empty: none.

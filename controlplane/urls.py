@@ -10,7 +10,7 @@ from controlplane.infra import readiness
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
-    """Answer that this process runs; checks no other server."""
+    """Answer that this process runs; check no other server."""
     return HttpResponse("ok", content_type="text/plain")
 
 

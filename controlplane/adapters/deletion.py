@@ -1,4 +1,4 @@
-"""Delete versions and adapters for good.
+"""Delete versions and adapters with their files.
 
 The row goes at once, so that no gateway finds the version a second later. Its bytes go when no
 accepted request needs them and no other version has the same: `versions_remove` does that, as a
@@ -28,7 +28,7 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 Status = AdapterVersion.Status
 
-#: A gateway that had the version in its cache has put its last request into the queue by then.
+#: Time after which no gateway still has the version in its cache.
 SETTLED = dt.timedelta(seconds=10)
 #: Keys that Redis looks at in one step of the search for accepted requests.
 _SCAN = 1000
@@ -108,7 +108,7 @@ def storage_used() -> int:
 
 
 def versions_remove() -> int:
-    """Remove the bytes of deleted versions that no accepted request needs. -> how many versions.
+    """Remove the bytes of deleted versions that no accepted request needs. -> their number.
 
     Raises storage.STORAGE_ERRORS, Unavailable without Redis; the next call continues.
     """

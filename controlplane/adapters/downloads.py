@@ -27,7 +27,7 @@ class File:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """Where to get the files, by name, for a while, without a key."""
+    """Temporary URLs of the files, by name; they need no key."""
 
     files: dict[str, File]
     expires_at: dt.datetime
@@ -35,7 +35,7 @@ class Download:
 
 @transaction.atomic
 def version_download(*, version: AdapterVersion) -> Download:
-    """Return where to get a version's files; the audit trail tells who asked.
+    """Return URLs of a version's files, and record in the audit trail who asked.
 
     Raises Conflict for a version that has no files: not ready, or retired long ago.
     """
@@ -46,7 +46,7 @@ def version_download(*, version: AdapterVersion) -> Download:
         )
     if version.removed_at is not None:
         raise Conflict(
-            f"The files of version {version.number} are removed: it was retired.",
+            f"The files of version {version.number} were removed after it was retired.",
             code="files_removed",
         )
     stem = f"{version.adapter.name}-{version.number}"

@@ -45,7 +45,7 @@ RETRY_AFTER = dt.timedelta(seconds=10)
 #: Longer than a call's header may take, and a pause in its body.
 _LEASE = dt.timedelta(seconds=90)
 _RENEW_S = 5.0
-_INTERRUPTED = "the files could not be fetched: the work was interrupted again and again"
+_INTERRUPTED = "the fetching of the files was interrupted too often: import again"
 
 Status = AdapterVersion.Status
 
@@ -55,7 +55,7 @@ class _Lease(RowLease[VersionImport]):
         return VersionImport.objects.filter(pk=self.row_id, fence=self.fence)
 
     def renew(self) -> None:
-        """Raises LeaseLost."""
+        """Extend the lease. Raises LeaseLost."""
         if not self.extend(self.rows(), _LEASE):
             raise LeaseLost
 
@@ -67,7 +67,7 @@ class _Lease(RowLease[VersionImport]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """An import that was worked on; `result` is the metric's label."""
+    """The end of one attempt at an import; `result` is the metric's label."""
 
     version: AdapterVersion
     result: str
@@ -78,7 +78,7 @@ class Done:
 
 
 def next_in_s() -> float | None:
-    """Return in how many seconds an import that nobody works on may begin; None: there is none."""
+    """Return the seconds until the next free import may begin; None: there is none."""
     with all_tenants(reason="find imports of all tenants"):
         rows = _free().filter(tenant__status=Tenant.Status.ACTIVE)
         first = rows.aggregate(first=Min("next_attempt_at"))["first"]
@@ -86,7 +86,7 @@ def next_in_s() -> float | None:
 
 
 def import_next() -> Done | None:
-    """Do the import that is next, of all tenants; None: none may begin now.
+    """Do the next import, of all tenants; None: none may begin now.
 
     Raises STORE_OUTAGE; then it is tried again later.
     """
@@ -150,7 +150,7 @@ def _execute(version: AdapterVersion, job: VersionImport) -> str:
         lease.rows().update(lease_until=None, next_attempt_at=timezone.now() + RETRY_AFTER)
         return "again"
     except STORE_OUTAGE:
-        # Not its fault: the attempt does not count. Without the database the lease runs out.
+        # The import is not at fault, so the attempt does not count. Without the database the lease
         later = timezone.now() + RETRY_AFTER
         lease.rows().update(lease_until=None, next_attempt_at=later, attempts=F("attempts") - 1)
         raise
@@ -162,20 +162,22 @@ def _fetch(version: AdapterVersion, lease: _Lease, source: Source) -> None:
 
     Raises Rejected, TryAgain, LeaseLost, storage.STORAGE_ERRORS.
     """
-    storage.abort_parts(version.staging_prefix)  # of an attempt that was lost
+    storage.abort_parts(version.staging_prefix)  # of a lost attempt
     source = source.pinned()
     lease.renew()
     with source.opened(CONFIG, max_bytes=FILES[CONFIG] + 1) as answer:
         stated = _stated(answer, CONFIG)
         config = b"".join(_bounded(answer, CONFIG))
         if stated not in (None, len(config)):
-            raise TryAgain(CONFIG, "it could not be fetched: it ended too early")
+            raise TryAgain(CONFIG, "it could not be fetched: the answer ended too early")
         _check_length(CONFIG, len(config))
     lease.renew()
     with source.opened(TENSORS, max_bytes=FILES[TENSORS] + 1) as answer:
         num_bytes = _stated(answer, TENSORS)
         if num_bytes is None:
-            raise Rejected.because(TENSORS, "its address does not tell the file's length")
+            raise Rejected.because(
+                TENSORS, "its address states no length: serve it with Content-Length"
+            )
         _note(version, lease, source, len(config), num_bytes)
         storage.put_bytes(version.staged_config_key, config)
         _stream(version, lease, answer, num_bytes)
@@ -210,7 +212,7 @@ def _bounded(answer: Answer, file: str) -> Iterator[bytes]:
 def _note(
     version: AdapterVersion, lease: _Lease, source: Source, config_bytes: int, tensors_bytes: int
 ) -> None:
-    """Write sizes and commit into the version's row. Raises Rejected when there is no room."""
+    """Write sizes and commit into the version's row. Raises Rejected if the quota is full."""
     lease.lock()
     counted = version.num_bytes + version.config_num_bytes  # in an earlier attempt
     try:
@@ -233,7 +235,7 @@ def _stream(version: AdapterVersion, lease: _Lease, answer: Answer, num_bytes: i
                 lease.renew()
                 renewed_at = time.monotonic()
         if received != num_bytes:
-            raise TryAgain(TENSORS, "it could not be fetched: it ended too early")
+            raise TryAgain(TENSORS, "it could not be fetched: the answer ended too early")
         lease.renew()
         writer.finish()
     except BaseException:

@@ -32,13 +32,13 @@ _REPORT_BYTES = 64 << 10
 _MESSAGE_CHARS = 2000
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _UNSTORABLE = re.compile(r"\\u|NaN|Infinity")
-#: A child that was ended from outside is started again so often before the task is.
+#: Number of times a child that was killed from outside is started again within one task.
 _TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What the check says of good files.
+    """The result of the check of good files.
 
     report  facts for the version's page
     """
@@ -89,7 +89,7 @@ def _broken(error: sealed_child.Broken) -> Rejected:
     """Return the rejection of files that found a defect of ours, and tell the operator."""
     metrics.CHECKS_ENDED.labels("broken").inc()
     log.error("the check of adapter files failed: %s", error)
-    message = "the check of its files failed: the operator's log has why, by the version's id"
+    message = "the check failed by a defect of the server: send the operator this version's id"
     return Rejected.because("", message)
 
 
@@ -103,7 +103,7 @@ def _run(work: dict[str, Any], paths: tuple[Path, Path], bounds: Bounds) -> seal
                 )
         except sealed_child.OverBounds as error:
             metrics.CHECKS_ENDED.labels("over_bounds").inc()
-            raise Rejected.because("", f"the check of its files was ended: {error}") from error
+            raise Rejected.because("", f"the check of its files was stopped: {error}") from error
         except sealed_child.Broken as error:
             raise _broken(error) from error
         except sealed_child.Lost as error:
@@ -120,7 +120,7 @@ def _run(work: dict[str, Any], paths: tuple[Path, Path], bounds: Bounds) -> seal
 
 
 def _read(answer: dict[str, Any]) -> Accepted:
-    """Read the child's answer, of which only the form is certain. Raises Rejected, Broken."""
+    """Read the answer of the child, which is not trusted. Raises Rejected, Broken."""
     problems = answer.get("problems")
     if isinstance(problems, list) and problems:
         reasons = [_reason(problem) for problem in problems[:MAX_REASONS]]
@@ -132,12 +132,12 @@ def _read(answer: dict[str, Any]) -> Accepted:
         # NUL, lone surrogates and NaN cannot be stored; a report is in ASCII.
         if len(text) <= _REPORT_BYTES and not _UNSTORABLE.search(text):
             return Accepted(max_rank=max_rank, report=report)
-    raise sealed_child.Broken("its answer has another form")
+    raise sealed_child.Broken("its answer has the wrong form")
 
 
 def _reason(problem: Any) -> Reason:
     if not isinstance(problem, list) or len(problem) != 3:
-        raise sealed_child.Broken("its answer has another form")
+        raise sealed_child.Broken("its answer has the wrong form")
     file, field, message = (
         _CONTROL.sub("?", str(part)[:_MESSAGE_CHARS].encode("ascii", "backslashreplace").decode())
         for part in problem

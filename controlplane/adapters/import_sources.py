@@ -1,4 +1,4 @@
-"""Where an import's two files come from: a repository of the Hub, or two addresses.
+"""The source of an import's two files: a repository of the Hub, or two addresses.
 
 The Hub's token and the addresses, whose queries are often signatures, are stored encrypted, for as
 long as the work lasts. What stays is the version's `origin`.
@@ -60,7 +60,7 @@ class TryAgain(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """`origin` is for everybody who may see the version, the rest for the call alone."""
+    """A place to fetch from. `origin` is shown with the version; the rest is secret."""
 
     origin: Mapping[str, str]
     #: By file; of a Hub's repository none: its commit gives them.
@@ -85,7 +85,7 @@ class Source:
         return "repository" in self.origin
 
     def pinned(self) -> Source:
-        """Return the same with the commit that the revision means now. Raises as `opened`."""
+        """Return the source with the revision's present commit. Raises as `opened`."""
         if not self.is_hub:
             return self
         hub = settings.HUB_ENDPOINT
@@ -110,7 +110,7 @@ class Source:
         _check_files(info.get("siblings"))
         commit = info.get("sha")
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-            raise Rejected.because("", "the Hub did not tell the revision's commit")
+            raise Rejected.because("", "the Hub's answer names no commit for the revision")
         return commit
 
     @contextlib.contextmanager
@@ -119,7 +119,9 @@ class Source:
         with self._called(file, self.urls[file], max_bytes) as answer:
             kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind in ("text/html", "application/xhtml+xml"):
-                raise Rejected.because(file, "its address has a web page, not the file")
+                raise Rejected.because(
+                    file, "its address serves a web page: use the address of the file itself"
+                )
             yield answer
 
     @contextlib.contextmanager
@@ -157,7 +159,9 @@ class Source:
             )
             raise Rejected.because(file, f"the Hub refused the repository ({status}): {why}")
         if status in _REFUSED:
-            raise Rejected.because(file, f"its address refused the call ({status}): did it expire?")
+            raise Rejected.because(
+                file, f"its address refused the call ({status}): it may have expired"
+            )
         raise Rejected.because(file, f"{whose} answered {status}")
 
 
@@ -180,7 +184,9 @@ def hub_source(repository: str, revision: str = "", token: str = "") -> Source:
     if not _REVISION.fullmatch(revision) or ".." in revision or "//" in revision:
         raise InvalidRequest("A revision is a branch, a tag or a commit.", param="revision")
     if token and not _TOKEN.fullmatch(token):
-        raise InvalidRequest("This is no token.", param="token")
+        raise InvalidRequest(
+            "A token has only letters, digits, `_` and `-`: copy it again.", param="token"
+        )
     host = _host(settings.HUB_ENDPOINT)
     origin = {"host": host, "repository": repository, "revision": revision}
     return Source(origin=origin, token=token)

@@ -43,7 +43,7 @@ _OVERDUE = dt.timedelta(minutes=10)
 _ABANDONED = dt.timedelta(days=1)
 _SWEEP_SIZE = 500
 _NOT_UPLOADED = "the files were not uploaded within a day"
-_SENT_TOO_OFTEN = "its parts were sent again and again: upload a new version"
+_SENT_TOO_OFTEN = "its parts were sent too often: upload a new version"
 _NOT_CHECKED = "the files could not be checked within a day: upload a new version"
 
 
@@ -67,7 +67,7 @@ def version_ingest(version_id: uuid.UUID) -> None:
             # Another process may have decided, or held it for its probe, and cleared the staging
             # area; then this does nothing.
             if probing.held(version) is None:
-                _reject(version, Rejected.because("", "a file went missing: upload a new version"))
+                _reject(version, Rejected.because("", "a file is missing: upload a new version"))
         else:
             facts = _facts(version, accepted)
             if not (probing.hold(version, facts) or version_accept(version, facts)):
@@ -109,7 +109,7 @@ def versions_overdue() -> list[AdapterVersion]:
 
 
 def versions_abandon() -> int:
-    """Reject versions of all tenants that will not become ready. -> how many.
+    """Reject versions of all tenants that will not become ready. -> their number.
 
     They were not uploaded within a day, or not checked within two: such a check may crash the
     process that runs it. Or their parts were sent so often that they fill the store.
@@ -124,7 +124,7 @@ def versions_abandon() -> int:
         found += [(version, _NOT_CHECKED) for version in stuck[:_SWEEP_SIZE]]
         begun = VersionUpload.objects.exclude(upload_id="").values("version_id")
         sending = rows.filter(status=Status.UPLOADING, pk__in=begun)
-        # By chance, if there are more: else the oldest would hide the others.
+        # In random order, so that the oldest do not hide the others.
         sending_now = list(sending.order_by("?")[:_SWEEP_SIZE])
     for version in sending_now:
         with tenant_scope(version.tenant_id):
@@ -187,7 +187,7 @@ def _reject(
     if not version.move(expected, Status.REJECTED, reasons=reasons):
         return False
     probing.note_released(version)
-    VersionImport.objects.filter(version=version).delete()  # it has secrets
+    VersionImport.objects.filter(version=version).delete()  # the row has secrets
     told = {"adapter": version.adapter.name, "version": version.number}
     publish(EventType.VERSION_REJECTED, **told, reasons=reasons)
     record("rejected", version, after={"reasons": reasons})

@@ -61,7 +61,7 @@ class BaseModel(models.Model):
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether its shutdown date has come."""
+        """Return whether its shutdown date has come."""
         return self.shutdown_date is not None and self.shutdown_date <= today()
 
 
@@ -71,7 +71,7 @@ class Adapter(TenantModel):
     MODEL_FIELD = "name"
 
     class PromotionPolicy(models.TextChoices):
-        """What happens to a version that becomes ready while another one is live."""
+        """The rule for a version that becomes ready while another one is live."""
 
         HOLD = "hold", "wait until somebody makes it live"
         IMMEDIATE = "immediate", "make it live at once"
@@ -86,7 +86,7 @@ class Adapter(TenantModel):
         default=PromotionPolicy.HOLD,
         db_default=PromotionPolicy.HOLD,  # for processes that do not know the column yet
     )
-    #: Of the policy `gate`: see `evaluations.gate_policy`.
+    #: Settings of the policy `gate`: see `evaluations.gate_policy`.
     gate = models.JSONField(
         default=dict, blank=True, db_default=models.Value({}, models.JSONField())
     )
@@ -131,7 +131,7 @@ class Promotion(TenantModel):
     previous_number = models.PositiveIntegerField(null=True)
     cause = models.CharField(max_length=16, choices=Cause)
     reason = models.CharField(max_length=500, blank=True)
-    #: As the audit trail has them.
+    #: The actor as in the audit trail.
     actor_type = models.CharField(max_length=16)
     actor_name = models.CharField(max_length=320, blank=True)
 
@@ -162,7 +162,7 @@ class AdapterVersion(TenantModel):
         UPLOAD = "upload"
         TRAINING = "training"
         IMPORT = "import"
-        #: The adapter on the way of a training: it never becomes live by itself.
+        #: A training's checkpoint: it never becomes live by itself.
         CHECKPOINT = "checkpoint"
 
     adapter = models.ForeignKey(Adapter, on_delete=models.CASCADE, related_name="versions")
@@ -171,27 +171,27 @@ class AdapterVersion(TenantModel):
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
     #: `contract.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
-    #: Of an import: its host; from the Hub also repository, revision and the commit, when known.
+    #: An import's host; from the Hub also repository, revision and the commit, when known.
     origin = models.JSONField(
         default=dict, blank=True, db_default=models.Value({}, models.JSONField())
     )
     #: The digest of checked bytes in the store, until it is certain that they are needed.
     kept_digest = models.CharField(max_length=64, blank=True, default="", db_default="")
-    #: Whether its orphaned objects are removed: see `adapters.orphaned_objects`.
+    #: True when its orphaned objects are removed: see `adapters.orphaned_objects`.
     is_cleared = models.BooleanField(default=False, db_default=False)
     #: When the files of a retired version were removed.
     removed_at = models.DateTimeField(null=True, blank=True)
     #: Lengths of adapter_model.safetensors and adapter_config.json, as stated before the upload.
     num_bytes = models.BigIntegerField(default=0)
     config_num_bytes = models.PositiveIntegerField(default=0)
-    #: Whether its config may claim another base model than the adapter's.
+    #: True if its config may claim another base model than the adapter's.
     accepts_base_mismatch = models.BooleanField(default=False, db_default=False)
     #: When it was deprecated; it still answers.
     deprecated_at = models.DateTimeField(null=True, blank=True)
     #: From the beginning of this day (UTC) requests for it are refused; then it is retired.
     shutdown_date = models.DateField(null=True, blank=True)
     max_rank = models.PositiveIntegerField(default=0)
-    #: [{"field", "message"}]: why it was rejected, for its owner.
+    #: [{"field", "message"}]: the reasons of its rejection, for its owner.
     reasons = models.JSONField(default=list)
     #: Facts from the check: ranks, target modules, dtype, number of tensors.
     report = models.JSONField(default=dict)
@@ -247,32 +247,32 @@ class AdapterVersion(TenantModel):
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether its shutdown date has come."""
+        """Return whether its shutdown date has come."""
         return self.shutdown_date is not None and self.shutdown_date <= today()
 
     @property
     def config_key(self) -> str:
-        """S3 key of the accepted adapter_config.json."""
+        """Return the S3 key of the accepted adapter_config.json."""
         return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_config.json"
 
     @property
     def tensors_key(self) -> str:
-        """S3 key of the accepted adapter_model.safetensors."""
+        """Return the S3 key of the accepted adapter_model.safetensors."""
         return f"t/{self.tenant_id}/adapters/{self.digest}/adapter_model.safetensors"
 
     @property
     def staging_prefix(self) -> str:
-        """Beginning of the S3 keys of its staging area."""
+        """Return the beginning of the S3 keys of its staging area."""
         return f"t/{self.tenant_id}/u/{self.id}/"
 
     @property
     def staged_config_key(self) -> str:
-        """S3 key that the client's presigned URL writes adapter_config.json to."""
+        """Return the S3 key that the client's presigned URL writes adapter_config.json to."""
         return f"t/{self.tenant_id}/u/{self.id}/adapter_config.json"
 
     @property
     def staged_tensors_key(self) -> str:
-        """S3 key that the client's presigned URL writes adapter_model.safetensors to."""
+        """Return the S3 key that the client's presigned URL writes adapter_model.safetensors to."""
         return f"t/{self.tenant_id}/u/{self.id}/adapter_model.safetensors"
 
 
@@ -310,7 +310,7 @@ class VersionUpload(TenantModel):
 
     @property
     def key(self) -> str:
-        """S3 key of the file in the staging area."""
+        """Return the S3 key of the file in the staging area."""
         return f"t/{self.tenant_id}/u/{self.version_id}/{self.file}"
 
 
@@ -338,18 +338,18 @@ class AdapterInspection(TenantModel):
     #: Why the probe was not run, or what it found.
     why = models.CharField(max_length=500, blank=True)
     is_held = models.BooleanField(default=False)
-    #: Then the version goes on without the probe; None: never.
+    #: When the version continues without the probe; None: never.
     held_until = models.DateTimeField(null=True)
     #: `ingest.Facts` of a version that is held.
     facts = models.JSONField(default=dict)
-    #: Where and how exactly a worker agreed; small, it is shown with the version.
+    #: The worker that agreed, and how exactly: a short text, shown with the version.
     probe = models.JSONField(default=dict)
     #: Prompts, and each log-probability by PEFT and by the worker.
     compared = models.JSONField(default=list)
     doctor = models.JSONField(default=dict)
-    #: How often an inspector took it up: the fencing token of its lease.
+    #: Number of times an inspector took it up: the fencing token of its lease.
     attempts = models.PositiveIntegerField(default=0)
-    #: Until then it is somebody's, or too early to try again.
+    #: Until then an inspector holds it, or it is too early to try again.
     lease_until = models.DateTimeField(null=True)
     inspected_at = models.DateTimeField(null=True)
 
@@ -369,7 +369,7 @@ class VersionImport(TenantModel):
     MODEL_FIELD = "version__adapter__name"
 
     version = models.OneToOneField(AdapterVersion, on_delete=models.CASCADE, related_name="+")
-    #: What must not be read from the database alone: see `adapters.import_sources`.
+    #: Secrets of the source, encrypted: see `adapters.import_sources`.
     sealed = models.BinaryField()
     attempts = models.PositiveSmallIntegerField(default=0)
     next_attempt_at = models.DateTimeField(default=timezone.now)
@@ -382,7 +382,7 @@ class VersionImport(TenantModel):
 
 
 class DeletedVersion(TenantModel):
-    """What a deleted version left in the object store: made with the deletion, see `deletion`."""
+    """The objects that a deleted version left in the store: see `deletion`."""
 
     #: The id of the version, whose row is gone; its staging area has this name.
     version_id = models.UUIDField()

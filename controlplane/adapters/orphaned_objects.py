@@ -26,7 +26,7 @@ Status = AdapterVersion.Status
 
 _ENDED = (Status.READY, Status.REJECTED, Status.RETIRED)
 
-#: So long after a version was decided its URLs have expired, and uploads to them have ended.
+#: Time after a version was decided its URLs have expired, and uploads to them have ended.
 AFTER = dt.timedelta(days=1)
 #: Versions in one sweep; the next one continues.
 MAX_PER_TURN = 500
@@ -109,7 +109,7 @@ def retired_remove() -> int:
     for version in found:
         with tenant_scope(version.tenant_id), transaction.atomic():
             row = AdapterVersion.objects.filter(pk=version.pk, status=Status.RETIRED)
-            if row.update(removed_at=timezone.now()):  # else it was taken back meanwhile
+            if row.update(removed_at=timezone.now()):  # else it was taken back in between
                 remove_unless_used(version.tenant_id, version.digest)
     return len(found)
 

@@ -1,7 +1,7 @@
 """Hold a checked version until a worker has computed with it what PEFT computes.
 
 LORIKEET_PROBE says what becomes of a version when nobody can probe it: with `require` it waits,
-with `try` it goes on after LORIKEET_PROBE_WAIT_S, or at once if no inspector lives, and is probed
+with `try` it continues after LORIKEET_PROBE_WAIT_S, or at once if no inspector lives, and is probed
 later; with `off` nothing is probed. `controlplane.inspections` does the work.
 """
 
@@ -35,14 +35,14 @@ QUEUE = "inspect"
 INSPECT_TASK = "controlplane.inspections.tasks.adapter_inspect"
 NO_INSPECTOR = "No inspector runs: it is probed when one does."
 TOO_LATE = "The probe did not end in time: it is repeated."
-#: An inspector that was silent for longer is not waited for; they show themselves every 10 s.
+#: Time after which a silent inspector is not waited for; they report every 10 s.
 _SILENT_S = 45.0
 _ALIVE = "inspector"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the check of the files found, with which a version becomes ready."""
+    """The findings of the check of the files, which a ready version has."""
 
     digest: str
     max_rank: int
@@ -50,7 +50,7 @@ class Facts:
 
 
 def hold(version: AdapterVersion, facts: Facts) -> bool:
-    """Have a checked version probed. -> whether it waits for that; else it goes on now.
+    """Have a checked version probed. -> whether it waits for the probe.
 
     version  still `validating`, of the tenant in scope
     """
@@ -73,7 +73,7 @@ def hold(version: AdapterVersion, facts: Facts) -> bool:
                 "lease_until": None,
             },
         )
-        # What an inspector finds of files that another process had checked before counts no more.
+        # An inspector's result about the files of an earlier check no longer counts.
         AdapterInspection.objects.filter(version=version).update(attempts=F("attempts") + 1)
         if is_held:
             transaction.on_commit(lambda: inspection_send(version))
@@ -92,9 +92,9 @@ def held(version: AdapterVersion) -> AdapterInspection | None:
 
 
 def facts_if_over(inspection: AdapterInspection) -> Facts | None:
-    """Return the facts of a held version that has waited long enough; None: it waits on.
+    """Return the facts of a held version that has waited long enough; None: it still waits.
 
-    One that was to wait for ever goes on when LORIKEET_PROBE does not require that any more.
+    One without an end of its wait continues if LORIKEET_PROBE no longer requires a probe.
     """
     until = inspection.held_until
     waits = settings.PROBE == "require" if until is None else until > timezone.now()
@@ -121,11 +121,11 @@ def inspection_request(version: AdapterVersion) -> AdapterInspection:
     version = AdapterVersion.objects.select_for_update().get(pk=version.pk)
     if version.status != AdapterVersion.Status.READY:
         raise Conflict(
-            f"Version {version.number} is {version.status}: only a ready version is inspected.",
+            f"Version {version.number} is {version.status}: only a ready version can be inspected.",
             code="version_not_ready",
         )
     if settings.PROBE == "off" or not is_inspector_alive():
-        raise Unavailable("No inspector runs.", code="no_inspector")
+        raise Unavailable("No inspector is running: try again later.", code="no_inspector")
     inspection, is_new = AdapterInspection.objects.get_or_create(version=version)
     rows = AdapterInspection.objects.filter(pk=inspection.pk)
     rows = rows.exclude(status=Status.WAITING)

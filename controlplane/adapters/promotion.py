@@ -1,4 +1,4 @@
-"""Which version of an adapter is live: promote, roll back, and what becomes live by itself.
+"""Change an adapter's live version: promote, roll back, or by its policy.
 
 Every change is a `Promotion` row and an audit event in one transaction. Gateways see it within half
 a second (`inference.access`); requests that run finish on the version they began with.
@@ -23,7 +23,7 @@ from controlplane.outbox.services import publish
 from controlplane.tenancy.model_scope import check_named
 
 MAX_REASON_CHARS = 500
-#: A rollback looks at so many of the newest promotions for a version to go back to.
+#: Number of the newest promotions among which a rollback looks for a version.
 _MAX_STEPS_BACK = 1000
 
 Cause = Promotion.Cause
@@ -65,7 +65,7 @@ def adapter_version_promote(*, version: AdapterVersion, reason: str = "") -> Ada
 
 @transaction.atomic
 def adapter_roll_back(*, adapter: Adapter, reason: str = "") -> Adapter:
-    """Make the version live that was so before the live one; a second call goes back further.
+    """Make the version live that was live before; a second call goes back further.
 
     Raises Conflict when no earlier one is ready, InvalidRequest for a reason that is too long.
     """

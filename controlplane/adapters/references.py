@@ -1,4 +1,4 @@
-"""How workers are told where an adapter's files are."""
+"""References that tell workers where an adapter's files are."""
 
 from __future__ import annotations
 

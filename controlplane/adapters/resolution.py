@@ -34,7 +34,7 @@ class ResolvedModel:
     base_model: BaseModel
     version: AdapterVersion | None
     created: int  # Unix seconds
-    #: The weighted sum that answers in place of one version, of an alias.
+    #: An alias's weighted sum, which answers in place of one version.
     blend: tuple[tuple[AdapterVersion, float], ...] = ()
 
     @property
@@ -44,32 +44,32 @@ class ResolvedModel:
 
     @property
     def is_base(self) -> bool:
-        """Whether no adapter answers."""
+        """Return whether the base model answers without an adapter."""
         return self.version is None and not self.blend
 
     @property
     def shutdown_date(self) -> dt.date | None:
-        """From this day it is refused: the base model's or a version's, whichever is first."""
+        """Return the day from which it is refused: the first of its base model's and versions'."""
         ends = [self.base_model.shutdown_date, *(part.shutdown_date for part, _ in self.parts)]
         return min((end for end in ends if end is not None), default=None)
 
     @property
     def deprecated_at(self) -> dt.datetime | None:
-        """When the first of its versions was deprecated."""
+        """Return when the first of its versions was deprecated."""
         moments = (part.deprecated_at for part, _ in self.parts)
         return min((moment for moment in moments if moment is not None), default=None)
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether its shutdown date has come."""
+        """Return whether its shutdown date has come."""
         return self.shutdown_date is not None and self.shutdown_date <= today()
 
 
 def model_resolve(name: str) -> ResolvedModel:
-    """Resolve the name of an adapter (see `parse_model_name`) or else of a base model.
+    """Resolve the name of an adapter (see `parse_model_name`), else of a base model.
 
-    It may have been shut down: `check_serving` checks that. Raises the same NotFound for every
-    reason.
+    The result may have been shut down: `check_serving` checks that. Raises the same NotFound for
+    every reason.
     """
     parsed = parse_model_name(name)
     if parsed is not None:
@@ -92,8 +92,9 @@ def base_model_resolve(name: str) -> ResolvedModel:
 
 
 def imported_name(repository: str) -> str:
-    """Return the name of the version that was imported from a repository of the Hub: of those that
-    are ready the live one, else the newest.
+    """Return the name of the version that was imported from a repository of the Hub.
+
+    It is the live one of those that are ready, else the newest.
 
     Raises NotFound; InvalidRequest if it was imported as several adapters.
     """
@@ -107,7 +108,7 @@ def imported_name(repository: str) -> str:
     found = live or versions
     if not found:
         error = no_such_model(repository)
-        error.message += " A repository of the Hub can be named once it was imported."
+        error.message += " Import a repository of the Hub before you name it."
         raise error
     if len({each.adapter_id for each in found}) > 1:
         names = ", ".join(sorted({f"`{each.adapter.name}`" for each in found}))
@@ -119,7 +120,7 @@ def imported_name(repository: str) -> str:
 
 
 def check_serving(model: ResolvedModel, *, param: str = "model") -> None:
-    """Return if requests may use the model today.
+    """Check that requests may use the model today.
 
     Raises NotFound, with the date, for one that has been shut down.
     """
@@ -161,7 +162,7 @@ def models_list() -> list[ResolvedModel]:
 
 
 def names_like(name: str) -> list[str]:
-    """Return names that the tenant can use: those with the same first letters, and some others."""
+    """Return names that the tenant can use: some with the same first letters, and others."""
     bases = BaseModel.objects.filter(is_serving()).order_by("name")
     live = _live_adapters()
     found: dict[str, None] = {}
@@ -211,7 +212,7 @@ def _base_model(name: str) -> BaseModel | None:
 
 
 def _only(rows: QuerySet[_Row]) -> _Row | None:
-    """Return the row, of which there is at most one; `first()` would sort."""
+    """Return the only row, or None; `first()` would sort."""
     return next(iter(rows[:1]), None)
 
 

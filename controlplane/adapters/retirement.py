@@ -24,7 +24,7 @@ Status = AdapterVersion.Status
 def version_deprecate(
     *, version: AdapterVersion, shutdown_date: dt.date | None = None
 ) -> AdapterVersion:
-    """Mark a ready version as deprecated, which its answers tell; set or clear its last day.
+    """Mark a ready version as deprecated, which its answers say; set or clear its last day.
 
     shutdown_date  from this day (UTC) requests for it are refused; a date that has come takes
                    effect at once. None: it has no end
@@ -114,7 +114,7 @@ def versions_retire(adapter: Adapter, versions: Sequence[AdapterVersion]) -> Non
 
 
 def versions_shut_down() -> int:
-    """Retire the versions of all tenants whose last day has come. -> how many."""
+    """Retire the versions of all tenants whose last day has come. -> their number."""
     with all_tenants(reason="find versions whose last day has come"):
         rows = AdapterVersion.objects.filter(status=Status.READY, shutdown_date__lte=today())
         found = list(rows.order_by("shutdown_date")[: orphaned_objects.MAX_PER_TURN])

@@ -53,7 +53,7 @@ from controlplane.tenants.models import SLUG_RULE, User, is_slug
 MAX_TENSORS_BYTES = uploads.MAX_TENSORS_BYTES
 FILES = uploads.FILES
 UPLOAD_EXPIRES_S = uploads.URL_EXPIRES_S
-#: The most versions of one tenant that wait for their files: bounds what it can stage.
+#: Largest number of a tenant's versions that wait for their files: bounds staged bytes.
 MAX_UNFINISHED = 50
 #: The database's largest version number.
 MAX_NUMBER = 2**31 - 1
@@ -137,7 +137,7 @@ def adapter_inspection_get(*, version: AdapterVersion) -> AdapterInspection:
     rows = AdapterInspection.objects.select_related("version__adapter")
     never = AdapterInspection.Status.NOT_RUN
     return rows.filter(version=version).first() or AdapterInspection(
-        version=version, status=never, why="It was not inspected yet."
+        version=version, status=never, why="This version has not been inspected yet."
     )
 
 
@@ -149,10 +149,10 @@ def adapter_create(
     description: str = "",
     promotion_policy: str = Adapter.PromotionPolicy.HOLD,
 ) -> Adapter:
-    """Make an adapter without versions. Raises InvalidRequest, or Conflict for a taken name."""
+    """Make an adapter without versions. Raises InvalidRequest, Conflict for a taken name."""
     if promotion_policy == Adapter.PromotionPolicy.GATE:
         raise InvalidRequest(
-            "An adapter gets the policy gate with its suite: change `gate`.",
+            "The policy gate needs a suite: set it in `gate` of the adapter.",
             param="promotion_policy",
         )
     adapter = _adapter(name, base_model_name, description)
@@ -192,12 +192,12 @@ def adapter_version_create(
 ) -> AdapterVersion:
     """Make the next version of an adapter, to be uploaded; make the adapter on first use.
 
-    files             the length in bytes of each of `FILES`; of an import they are found out later
+    files             the length in bytes of each of `FILES`; an import's are known later
     origin            where an import comes from
     is_multipart      the files come by parts: see `adapters.uploads`
     base_model_name   optional for an existing adapter, or when there is only one base model
     accepts_base_mismatch  the config may name another base model: see `contract.base_claim`
-    Raises InvalidRequest, also when there is no room for the files, Conflict when the adapter has
+    Raises InvalidRequest, also when a quota is full, Conflict when the adapter has
     another base model, RateLimited when too many versions wait for their files.
     """
     if source != AdapterVersion.Source.IMPORT:
@@ -214,7 +214,8 @@ def adapter_version_create(
         )
     if base_model_name not in (None, adapter.base_model.name):
         raise Conflict(
-            f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",
+            f"{name} is an adapter of {adapter.base_model.name}: choose another name for one of "
+            "another base model.",
             param="base_model",
         )
     # The lock reserves the next number.
@@ -324,7 +325,7 @@ def model_delete(name: str) -> None:
     model = model_resolve(name)
     if model.version is None:
         raise PermissionDenied(
-            f"`{name[:200]}` is a base model: only the operator can remove it.", param="model"
+            f"`{name[:200]}` is a base model: ask the operator to remove it.", param="model"
         )
     adapter = promotion.lock(model.version.adapter_id)
     ready = AdapterVersion.objects.filter(adapter=adapter, status=Status.READY)
@@ -429,4 +430,7 @@ def _queue_validation(version: AdapterVersion) -> None:
     try:
         tasks.adapter_version_validate.delay(str(version.tenant_id), str(version.pk))
     except OperationalError as error:
-        raise Unavailable("The files are uploaded but their check could not be queued.") from error
+        raise Unavailable(
+            "The files are uploaded, but their check could not be queued: "
+            "complete the version again."
+        ) from error

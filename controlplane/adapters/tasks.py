@@ -14,7 +14,7 @@ from controlplane.tenancy.scoping import tenant_scope
 
 log = logging.getLogger(__name__)
 
-#: After them the same check may succeed.
+#: Errors after which the same check may succeed.
 _AGAIN = (*STORE_OUTAGE, sealed_child.Lost)
 
 
@@ -26,7 +26,7 @@ _AGAIN = (*STORE_OUTAGE, sealed_child.Lost)
     max_retries=20,
 )
 def adapter_version_validate(tenant_id: str, version_id: str) -> None:
-    """Check the version that is next: it may be another than the one that sent this message."""
+    """Check the next version, which may not be the one that sent this message."""
     version = ingest.version_next()
     if version is None:
         return
@@ -58,7 +58,7 @@ def adapter_imports_run() -> None:
     try:
         done = fetching.import_next()
         if done is None:
-            return  # who runs now sends the next message, and the sweep does
+            return  # the running task sends the next message, and so does the sweep
         if done.is_fetched:
             version = done.version
             adapter_version_validate.delay(str(version.tenant_id), str(version.pk))

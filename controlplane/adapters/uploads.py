@@ -28,19 +28,19 @@ FILES = {
     peft_config.FILE: peft_config.UPLOAD_LIMITS.max_bytes,
     safetensors_header.FILE: MAX_TENSORS_BYTES,
 }
-#: A file has at most so many parts; S3 allows 10,000.
+#: Largest number of a file's parts; S3 allows 10,000.
 MAX_PARTS = 1000
 MIN_PART_BYTES = 8 << 20
-#: Parts that one call signs.
+#: Largest number of parts that one call signs.
 MAX_SIGNED = 100
 URL_EXPIRES_S = 900
-#: A version whose files have not arrived so long after it was begun is rejected.
+#: Time after its beginning when a version without all files is rejected.
 EXPIRES_AFTER = dt.timedelta(days=1)
-#: A client whose connection breaks sends a part more than once; more copies are abuse.
+#: Number of copies of its parts, from broken connections, above which an upload is abuse.
 MAX_COPIES = 4
 _MIB = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-#: Numbers of parts that an error names.
+#: Largest number of parts that an error names.
 _SHOWN = 5
 
 Status = AdapterVersion.Status
@@ -75,13 +75,13 @@ def parts_sign(
         upload = _state_parts(version, file, digests, begun)
         named = upload.upload_id
     finally:
-        if begun and begun != named:  # it was refused after all, or another call was faster
+        if begun and begun != named:  # it was refused, or another call was faster
             _abort(key, begun)
     return [_signed(upload, int(number), digests[number]) for number in digests]
 
 
 def _begun(version: AdapterVersion, file: str, digests: Mapping[str, str]) -> tuple[str, str]:
-    """Begin the upload in the store if that has to be done; outside of transactions, as it waits.
+    """Begin the upload in the store unless it has begun; outside transactions, as it waits.
 
     -> the file's key, and the upload's id; "" if it was begun before.
     """
@@ -101,13 +101,13 @@ def _state_parts(
     version: AdapterVersion, file: str, digests: Mapping[str, str], begun: str
 ) -> VersionUpload:
     """Store what the client said of the parts, and the upload's id unless it has one."""
-    check_open(_locked(version))  # nobody can complete or delete it meanwhile
+    check_open(_locked(version))  # so that nobody completes or deletes it
     upload = _upload(version, file)
     _check_parts(upload, digests)
     upload.digests |= digests
     upload.upload_id = upload.upload_id or begun
     if not upload.upload_id:  # the store had dropped it between two queries
-        raise Unavailable("The upload has just begun again: repeat the call.")
+        raise Unavailable("The upload was restarted by another call: repeat this call.")
     upload.save(update_fields=["digests", "upload_id"])
     return upload
 
@@ -151,7 +151,7 @@ def _check_part(upload: VersionUpload, number: str, sha256: str) -> None:
     is_number = number.isascii() and number.isdecimal() and len(number) <= 4
     if not is_number or str(int(number)) != number or not 1 <= int(number) <= upload.num_parts:
         raise InvalidRequest(
-            f"The parts of {upload.file} have the numbers 1 to {upload.num_parts}.", param=where
+            f"Number the parts of {upload.file} 1 to {upload.num_parts}.", param=where
         )
     if not _SHA256.fullmatch(sha256):
         raise InvalidRequest("A SHA-256 has 64 hexadecimal digits in lower case.", param=where)
@@ -253,7 +253,7 @@ def files_assemble(version: AdapterVersion) -> None:
     """Make the version's files of their parts; does nothing for files that did not come by parts.
 
     A repeated call continues, and so does one at the same time: the store makes a file once. Call
-    it outside of transactions, as the store may take its time. Raises Conflict, which names the
+    it outside of transactions, as the store may be slow. Raises Conflict, which names the
     parts that are missing; Unavailable.
     """
     version.refresh_from_db(fields=["status"])

@@ -1,4 +1,4 @@
-"""What a revision says, before it is stored: its targets and defaults, checked and bounded."""
+"""The contents of a revision, its targets and defaults, checked before they are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Status, paths, plan
 from controlplane.tenants.models import is_slug
 
-#: Adapters of one target, and their weights: the bounds of a request's blend.
+#: Largest number of adapters in a target, and largest weight: those of a request's blend.
 MAX_PARTS = 8
 MAX_WEIGHT = 100.0
 MAX_SYSTEM_PROMPT_CHARS = 16_000
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def model(self) -> str:
-        """What requests put in `model` for this adapter or version."""
+        """Return what requests put in `model` for this adapter or version."""
         return self.adapter if self.version is None else f"{self.adapter}@{self.version}"
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a revision says.
+    """The targets and defaults of a revision.
 
     primary, canary  the weighted sums that answer; no canary: ()
     json_schema      that answers obey; None: none
@@ -67,25 +67,25 @@ class Contents:
 
     @property
     def schema_text(self) -> str:
-        """The schema as it is stored: its properties keep their order."""
+        """Return the schema as stored text, in which properties keep their order."""
         if self.json_schema is None:
             return ""
         return json.dumps(self.json_schema, separators=(",", ":"))
 
     @property
     def whole_guard(self) -> Guard:
-        """The guard with its defaults."""
+        """Return the guard, completed with defaults."""
         return guard_read(self.guard)
 
     def is_same(self, other: Contents) -> bool:
-        """Whether both say the same, also in the order of the schema's properties."""
+        """Return whether both are equal, also in the order of the schema's properties."""
         return self == other and self.schema_text == other.schema_text
 
     def checked(self) -> Contents:
         """Return the contents in normal form. Raises InvalidRequest that names the field."""
         _check_target("primary", self.primary)
         if not self.primary:
-            raise InvalidRequest("Name what answers.", param="primary")
+            raise InvalidRequest("Name the adapter or version that answers.", param="primary")
         _check_target("canary", self.canary)
         _check_percent(self.canary_percent, has_canary=bool(self.canary))
         if self.json_schema is not None:
@@ -98,7 +98,7 @@ class Contents:
         return dataclasses.replace(self, sampling=sampling, guard=guard)
 
     def summary(self) -> dict[str, Any]:
-        """Return it for the audit trail, with lengths in place of long texts."""
+        """Return the contents for the audit trail, with lengths in place of long texts."""
         return {
             "primary": [str(part) for part in self.primary],
             "canary": [str(part) for part in self.canary],
@@ -146,16 +146,18 @@ def _check_target(field: str, parts: tuple[Part, ...]) -> None:
     for part in parts:
         if not is_slug(part.adapter):
             raise InvalidRequest(
-                "A target names an adapter; its version is a field of its own.", param=field
+                "Name the adapter only, and put its version into `version`.", param=field
             )
         if not (math.isfinite(part.weight) and abs(part.weight) <= MAX_WEIGHT):
             raise InvalidRequest(
                 f"A weight is a number from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}.", param=field
             )
         if part.version is not None and not 1 <= part.version <= MAX_NUMBER:
-            raise InvalidRequest("A version is a number from 1.", param=field)
+            raise InvalidRequest("A version is a whole number from 1.", param=field)
     if len({(part.adapter, part.version) for part in parts}) < len(parts):
-        raise InvalidRequest("A blend can have each version once.", param=field)
+        raise InvalidRequest(
+            "A blend can have each version only once: remove the repeated one.", param=field
+        )
 
 
 def _check_percent(percent: int, *, has_canary: bool) -> None:
@@ -164,7 +166,7 @@ def _check_percent(percent: int, *, has_canary: bool) -> None:
             "canary_percent is a whole number from 0 to 100.", param="canary_percent"
         )
     if percent and not has_canary:
-        raise InvalidRequest("Without a canary its percent is 0.", param="canary_percent")
+        raise InvalidRequest("Name a canary, or set canary_percent to 0.", param="canary_percent")
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
     except BadSchema as error:
         raise _bad_schema(str(error)) from error
     except UnicodeEncodeError as error:
-        raise _bad_schema("has half a character (a lone surrogate)") from error
+        raise _bad_schema("has a lone surrogate: remove it") from error
     faults = made.with_status(Status.CHECKED, Status.UNSUPPORTED)
     if faults:
         first = faults[0]
@@ -203,4 +205,7 @@ def _check_prompt(prompt: str) -> None:
 def check_text(text: str, field: str) -> None:
     """Raise InvalidRequest for text that no row can hold."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidRequest(f"{field} has a character that cannot be stored.", param=field)
+        raise InvalidRequest(
+            f"{field} has a character that cannot be stored: remove NUL and lone surrogates.",
+            param=field,
+        )

@@ -11,7 +11,7 @@ from controlplane.aliases.verdict import FIRST_TOKEN_UNIT_MS, TOKEN_UNIT_MS, Cou
 
 Target = AliasPart.Target
 
-#: Errors of the client, of the decoder and of a platform that has too much to do.
+#: Errors that say nothing of the target: the client's, the decoder's, an overload's.
 _NOT_ITS_FAULT = frozenset(
     {
         ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -24,7 +24,7 @@ _NOT_ITS_FAULT = frozenset(
         ErrorCode.GRAMMAR_FAILED,
     }
 )
-#: Fewer tokens tell nothing about the time of each.
+#: Least number of tokens from which the time of each is measured.
 _MIN_TOKENS = 4
 
 
@@ -38,8 +38,8 @@ def counts_of_record(record: DoneRecord) -> Counts | None:
     if record.finish_reason == FinishReason.ERROR:
         counts.errors = int(record.error_code != ErrorCode.ANSWER_INVALID)
     elif record.first_token_ms is not None and not record.is_batch:
-        # Not the wait for its turn nor for an adapter that others had pushed out: both are the
-        # pool's, and a canary with few requests would wait more often.
+        # Without the waits for a turn and for an adapter that others had evicted: both depend on
+        # the pool, and a canary with few requests would wait more often.
         own_ms = record.first_token_ms - record.queue_ms - record.load_ms
         counts.first_token = {bucket_of(own_ms, FIRST_TOKEN_UNIT_MS): 1}
         if record.completion_tokens >= _MIN_TOKENS:

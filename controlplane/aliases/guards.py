@@ -23,7 +23,7 @@ def guard_parse(body: Mapping[str, Any]) -> dict[str, Any]:
     stored = {}
     for name, value in body.items():
         if name not in known:
-            raise InvalidRequest("There is no such field.", param=f"guard.{name[:100]}")
+            raise InvalidRequest("There is no such field: remove it.", param=f"guard.{name[:100]}")
         checked = _checked(name, value)
         if checked != known[name]:
             stored[name] = checked

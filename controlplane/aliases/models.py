@@ -19,12 +19,12 @@ from controlplane.tenants.models import slug_validator
 
 
 class Alias(TenantModel):
-    """A name that requests put in `model`; it comes before an adapter of the same name."""
+    """A name that requests put in `model`; it hides an adapter of the same name."""
 
     MODEL_FIELD = "name"
 
     name = models.CharField(max_length=63, validators=[slug_validator])
-    #: The number of the revision that holds now; changed by compare-and-set alone.
+    #: The number of the current revision; changed by compare-and-set only.
     revision_number = models.PositiveIntegerField(default=1)
     updated_at = models.DateTimeField(auto_now_add=True)
 
@@ -36,7 +36,7 @@ class Alias(TenantModel):
 
 
 class AliasRevision(TenantModel):
-    """What an alias means: its targets, and the defaults of requests. Never changed."""
+    """The targets of an alias, and the defaults of its requests. Never changed."""
 
     MODEL_FIELD = "alias__name"
 
@@ -50,7 +50,7 @@ class AliasRevision(TenantModel):
         ROLLED_BACK = "rolled_back", "somebody went back to an earlier revision"
 
     class Warmth(models.TextChoices):
-        """Where workers keep its adapters while nobody asks for them."""
+        """The place where workers keep its adapters while nobody asks for them."""
 
         PINNED = "pinned", "stays on the GPUs"
         WARM = "warm", "stays in the memory of the hosts"
@@ -60,21 +60,21 @@ class AliasRevision(TenantModel):
     number = models.PositiveIntegerField()
     cause = models.CharField(max_length=32, choices=Cause)
     reason = models.CharField(max_length=500, blank=True)
-    #: As the audit trail has them.
+    #: The actor as in the audit trail.
     actor_type = models.CharField(max_length=16)
     actor_name = models.CharField(max_length=320, blank=True)
-    #: Of all its targets.
+    #: The base model of all its targets.
     base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="+")
     #: Percent of the callers whom the canary answers; 0 without one.
     canary_percent = models.PositiveSmallIntegerField(default=0)
-    #: JSON text, because jsonb does not keep the order of properties; "": none.
+    #: The schema as text, because jsonb does not keep the order of properties; "": none.
     json_schema = models.TextField(blank=True, default="")
     system_prompt = models.TextField(blank=True, default="")
     sampling = models.JSONField(default=dict, blank=True)
     warmth = models.CharField(max_length=16, choices=Warmth, default=Warmth.COLD)
-    #: When its canary is rolled back by itself, where that is not the default: `verdict.Guard`.
+    #: Fields of `verdict.Guard` that differ from the default.
     guard = models.JSONField(default=dict, blank=True, db_default=Value({}, models.JSONField()))
-    #: The revision that it is a copy of, after a rollback.
+    #: The revision that a rollback copied.
     copied_from = models.PositiveIntegerField(null=True, blank=True)
 
     class Meta:
@@ -101,7 +101,7 @@ class AliasPart(TenantModel):
 
     revision = models.ForeignKey(AliasRevision, on_delete=models.CASCADE, related_name="parts")
     target = models.CharField(max_length=16, choices=Target)
-    #: In the order in which the target names them.
+    #: The part's place in its target.
     position = models.PositiveSmallIntegerField(default=0)
     #: None when it was deleted; the name stays.
     adapter = models.ForeignKey(Adapter, null=True, on_delete=models.SET_NULL, related_name="+")
@@ -126,7 +126,7 @@ class AliasPart(TenantModel):
 
 
 class TargetCount(TenantModel):
-    """What one target of a revision with a canary answered; `aliases.verdict` has the fields.
+    """Counts of the answers of one target, beside a canary; see `aliases.verdict`.
 
     Written in the transaction that settles the requests, so each counts once.
     """
@@ -194,12 +194,12 @@ class Ramp(TenantModel):
     revision_number = models.PositiveIntegerField()
     #: When the step's minutes are over.
     due_at = models.DateTimeField()
-    #: Why it stopped.
+    #: The reason why it stopped.
     reason = models.CharField(max_length=500, blank=True, default="")
-    #: Who began it, as the audit trail has them.
+    #: The actor who began it, as in the audit trail.
     actor_type = models.CharField(max_length=16)
     actor_name = models.CharField(max_length=320, blank=True)
-    #: When it was changed, or looked at in vain.
+    #: Time of its last change, or of the last look that found nothing to do.
     updated_at = models.DateTimeField(auto_now=True)
 
     class Meta:
@@ -220,7 +220,7 @@ class Ramp(TenantModel):
 
 
 def is_current(prefix: str = "") -> Q:
-    """Return the condition for revisions that hold now.
+    """Return the condition for current revisions.
 
     prefix  the path to the revision from other rows, such as "revision__"
     """

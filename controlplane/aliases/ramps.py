@@ -38,16 +38,16 @@ MAX_STEPS = 10
 #: Field of a step -> least and greatest value.
 BOUNDS = {"percent": (1, 100), "minutes": (0, 14 * 24 * 60), "min_requests": (0, 1_000_000)}
 DEFAULTS = {"minutes": 30, "min_requests": 50}
-#: Steps that one tick takes; the next one continues.
+#: Number of steps that one tick takes; the next one continues.
 MAX_PER_TICK = 500
-#: Sent with the new revision's `parts` after a step that nobody waited for, in the tenant's scope.
+#: Sent with the new revision's `parts` after each step, in the tenant's scope.
 step_taken = Signal()
 DEFAULT_STEPS = tuple({"percent": percent, **DEFAULTS} for percent in (1, 10, 50, 100))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far the current step is.
+    """The state of the current step.
 
     is_held  its time is over, but the canary has had too few requests
     """
@@ -94,13 +94,13 @@ def ramp_start(
     """
     planned = _checked(steps)
     if at_end not in Ramp.AtEnd.values:
-        raise InvalidRequest("at_end is promote or stay.", param="at_end")
+        raise InvalidRequest("at_end must be promote or stay.", param="at_end")
     alias = services.alias_ramp(
         alias=alias, percent=planned[0]["percent"], reason=reason, if_revision=if_revision
     )
     going = services.live_canary(contents_of(services.revision_get(alias=alias)))
     if going is not None and at_end == Ramp.AtEnd.PROMOTE:
-        check_named(going.adapter, "at_end")  # at the end nobody's key is checked
+        check_named(going.adapter, "at_end")  # no key is checked at the end of the ramp
     origin = current_origin()
     ramp, _ = Ramp.objects.update_or_create(
         alias=alias,
@@ -129,7 +129,7 @@ def ramp_pause(*, alias: Alias) -> Ramp:
 
 @transaction.atomic
 def ramp_resume(*, alias: Alias) -> Ramp:
-    """Go on; the current step's minutes begin again. Raises NotFound, Conflict."""
+    """Continue a ramp; the current step's minutes begin again. Raises NotFound, Conflict."""
     ramp = _locked(alias, State.PAUSED)
     due_at = _due_at(ramp.steps[ramp.step])
     return _moved(alias, ramp, "ramp_resumed", state=State.RUNNING, due_at=due_at)
@@ -143,13 +143,13 @@ def ramp_cancel(*, alias: Alias, reason: str = "") -> Ramp:
 
 
 def ramp_stop(alias: Alias, reason: str) -> None:
-    """Stop the alias's ramp, if one is going on."""
+    """Stop the alias's ramp, if it has one that runs."""
     rows = Ramp.objects.filter(alias=alias, state__in=Ramp.ACTIVE)
     rows.update(state=State.STOPPED, reason=reason, updated_at=timezone.now())
 
 
 def ramps_advance(now: dt.datetime | None = None) -> int:
-    """Take the steps that are due at `now` (default: the present). -> how many.
+    """Take the steps that are due at `now` (default: the present). -> their number.
 
     Any number of calls may run at the same time.
     """
@@ -157,7 +157,7 @@ def ramps_advance(now: dt.datetime | None = None) -> int:
     is_due = Q(state=State.RUNNING, due_at__lte=now)
     is_overtaken = Q(state__in=Ramp.ACTIVE) & ~Q(revision_number=F("alias__revision_number"))
     with all_tenants(reason="find the ramps of all tenants"):
-        # Those that were looked at in vain come last.
+        # Ramps that had nothing to do at the last look come last.
         rows = Ramp.objects.filter(is_due | is_overtaken).order_by("updated_at")
         due = list(rows.values_list("alias_id", "tenant_id")[:MAX_PER_TICK])
     num_taken = 0
@@ -180,7 +180,7 @@ def _advance(alias_id: uuid.UUID, now: dt.datetime) -> bool:
     if not ramp.is_active:
         return False
     if ramp.revision_number != alias.revision_number:
-        reason = f"Revision {alias.revision_number} was made meanwhile."
+        reason = f"Revision {alias.revision_number} was made by another change."
         _moved(alias, ramp, "ramp_stopped", state=State.STOPPED, reason=reason)
         return False
     if ramp.state != State.RUNNING or ramp.due_at > now:
@@ -206,7 +206,7 @@ def _take_step(alias: Alias, ramp: Ramp, now: dt.datetime) -> None:
     if number == len(ramp.steps):
         if ramp.at_end == Ramp.AtEnd.PROMOTE:
             alias = services.canary_promote(
-                alias=alias, reason="The ramp is at its end.", if_revision=ramp.revision_number
+                alias=alias, reason="The ramp has ended.", if_revision=ramp.revision_number
             )
         _moved(alias, ramp, "ramp_done", state=State.DONE, revision_number=alias.revision_number)
         return
@@ -250,18 +250,20 @@ def _moved(alias: Alias, ramp: Ramp, action: str, **fields: Any) -> Ramp:
 def _checked(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Return the steps in normal form. Raises InvalidRequest that names the field."""
     if not 1 <= len(steps) <= MAX_STEPS:
-        raise InvalidRequest(f"A ramp has 1 to {MAX_STEPS} steps.", param="steps")
+        raise InvalidRequest(f"A ramp must have 1 to {MAX_STEPS} steps.", param="steps")
     planned: list[dict[str, int]] = []
     for number, step in enumerate(steps):
         for name in step:
             if name not in BOUNDS:
                 raise InvalidRequest(
-                    "There is no such field.", param=f"steps.{number}.{name[:100]}"
+                    "There is no such field: remove it.", param=f"steps.{number}.{name[:100]}"
                 )
         planned.append({name: _whole(step, number, name) for name in BOUNDS})
     percents = [step["percent"] for step in planned]
     if percents != sorted(set(percents)):
-        raise InvalidRequest("Each step has a greater percent than the one before.", param="steps")
+        raise InvalidRequest(
+            "The percent of each step must be greater than that of the step before.", param="steps"
+        )
     return planned
 
 

@@ -21,7 +21,7 @@ _LONG = ("json_schema", "system_prompt")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AliasPlan:
-    """What an alias means now: its current revision, with the versions that answer."""
+    """The current revision of an alias, with the versions that answer."""
 
     alias_id: uuid.UUID
     revision_id: uuid.UUID
@@ -35,7 +35,7 @@ class AliasPlan:
     canary_names: frozenset[str]
 
     def target(self, sticky: str) -> Target:
-        """Return who answers a caller; always the same one, until the canary's share changes.
+        """Return the caller's target, which stays the same until the canary's share changes.
 
         sticky  names the caller
         """
@@ -46,7 +46,7 @@ class AliasPlan:
 
 
 def bucket(alias_id: uuid.UUID, sticky: str) -> float:
-    """Return the caller's place among the alias's callers, from 0 to under 100, evenly spread.
+    """Return the caller's place, evenly spread from 0 to under 100.
 
     The canary answers the places below its percent: a higher percent moves callers to it, none
     away from it.
@@ -57,7 +57,7 @@ def bucket(alias_id: uuid.UUID, sticky: str) -> float:
 
 
 def alias_resolve(name: str) -> AliasPlan | None:
-    """Return what an alias means; None if there is none of this name.
+    """Return the plan of the alias; None if there is none of this name.
 
     Raises NotFound if its primary cannot answer: nothing is live, or its base model is off.
     """
@@ -74,7 +74,7 @@ def alias_resolve(name: str) -> AliasPlan | None:
 
 
 def plans_of(rows: QuerySet[AliasRevision]) -> Iterator[tuple[AliasRevision, AliasPlan]]:
-    """Yield revisions with what they mean; leave out those whose primary cannot answer."""
+    """Yield revisions with their plans; leave out those whose primary cannot answer."""
     for revision in _with_parts(rows):
         plan = _plan(revision)
         if plan is not None:
@@ -112,7 +112,7 @@ def _with_parts(rows: QuerySet[AliasRevision]) -> QuerySet[AliasRevision]:
 
 
 def _plan(revision: AliasRevision) -> AliasPlan | None:
-    """Return what a revision with its parts means; None if its primary cannot answer."""
+    """Return the plan of a revision; None if its primary cannot answer."""
     parts = list(revision.parts.all())
     primary = [part for part in parts if part.target == Target.PRIMARY]
     canary = [part for part in parts if part.target == Target.CANARY]
@@ -154,7 +154,7 @@ def _resolved(revision: AliasRevision, parts: Sequence[AliasPart]) -> ResolvedMo
 
 
 def version_of(part: AliasPart) -> AdapterVersion | None:
-    """Return the version that a part means now, with its adapter; None if it cannot answer."""
+    """Return the present version of a part, with its adapter; None if it cannot answer."""
     if part.number is not None:
         version = part.version
     else:
@@ -162,7 +162,7 @@ def version_of(part: AliasPart) -> AdapterVersion | None:
     if version is None or version.status != AdapterVersion.Status.READY:
         return None
     if part.adapter is not None:
-        version.adapter = part.adapter  # it is loaded: who answers is named without a query
+        version.adapter = part.adapter  # it is loaded, so no query is needed to name it
     return version
 
 

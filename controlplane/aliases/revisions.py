@@ -1,4 +1,4 @@
-"""Find what the targets of a revision name, and store it."""
+"""Find the adapters that a revision names, and store the revision."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class _Range(NamedTuple):
     least: float
     most: float
     is_whole: bool = False
-    is_open: bool = False  # the least is not in it
+    is_open: bool = False  # the lower bound is excluded
 
 
 RANGES = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-#: Of the mixture Beta(0.5, 0.5), which is also good for rates near 0.
+#: Parameter of the mixture Beta(0.5, 0.5), which is also good for rates near 0.
 _PRIOR = 0.5
 _STEPS = 40
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -39,7 +39,7 @@ def log_evidence(worse: tuple[int, int], reference: tuple[int, int], margin: flo
     def evidence_against(rate: float) -> float:
         return mixed - _log_likelihood(k0, n0, rate) - _log_likelihood(k1, n1, rate + margin)
 
-    # The best point of the hypothesis is on its edge, between what the counts say of either.
+    # The best point of the hypothesis is on its edge, between the two observed rates.
     low, high = k0 / n0, min(k1 / n1 - margin, 1 - margin)
     for _ in range(_STEPS):
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
@@ -76,8 +76,8 @@ def quantile_bounds(
 
     histogram  bucket's number -> count
     """
-    # Where the quantile is, the share below is on its one side, and the share until there on its
-    # other: so one interval is asked, whatever the number of buckets, and the risk is its risk.
+    # One confidence interval of the share below the quantile bounds it from both sides,
+    # whatever the number of buckets, so the risk is that of one interval.
     trials, below = sum(histogram.values()), 0
     first: int | None = None
     for bucket in sorted(histogram):

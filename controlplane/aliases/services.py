@@ -28,11 +28,11 @@ from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, is_slug
 
-#: Of one tenant.
+#: Largest number of a tenant's aliases.
 MAX_ALIASES = 200
-#: Of one alias: the oldest go.
+#: Largest number of an alias's revisions; the oldest are deleted.
 MAX_REVISIONS = 200
-#: Of their schemas and system prompts together; the newest two are kept however long they are.
+#: Largest length of its schemas and system prompts together; the newest two always stay.
 MAX_REVISION_CHARS = 500_000
 MAX_REASON_CHARS = promotion.MAX_REASON_CHARS
 
@@ -165,7 +165,7 @@ def canary_remove(*, alias: Alias, reason: str = "", if_revision: int | None = N
 
 
 def canary_fail(*, alias: Alias, reason: str, if_revision: int) -> Alias:
-    """Give the canary no more requests; it stays named. Raises Conflict for another revision."""
+    """Give the canary no more requests. Raises Conflict for another revision."""
 
     def change(current: AliasRevision) -> _Change:
         return _Change(
@@ -217,7 +217,7 @@ def adapter_release(*, adapter: Adapter) -> None:
     An alias whose primary names it is deleted; from others the canary is removed. Call it in a
     transaction, before the adapter is locked.
     """
-    users.names_lock()  # no alias is made meanwhile: it would lock adapters in another order
+    users.names_lock()  # a new alias would lock adapters in another order
     for alias in Alias.objects.select_for_update().order_by("pk"):
         parts = revision_get(alias=alias).parts.all()
         targets = {part.target for part in parts if part.adapter_id == adapter.pk}
@@ -258,7 +258,7 @@ def _switch(
         raise NotFound("There is no such alias.")
     if if_revision not in (None, found.revision_number):
         raise Conflict(
-            f"The current revision is {found.revision_number}, not {if_revision}.",
+            f"The current revision is {found.revision_number}, not {if_revision}: read it again.",
             param="if_revision",
             code="revision_changed",
         )
@@ -280,7 +280,9 @@ def _switch(
     now = timezone.now()
     same = Alias.objects.filter(pk=found.pk, revision_number=number - 1)
     if not same.update(revision_number=number, updated_at=now):
-        raise Conflict("Somebody else has changed the alias.", code="revision_changed")
+        raise Conflict(
+            "Somebody else has changed the alias: repeat the call.", code="revision_changed"
+        )
     _forget_old(found, number)
     said: dict[str, Any] = {"revision": number, "cause": wanted.cause.value}
     said |= {"reason": reason} if reason else {}
@@ -311,10 +313,10 @@ def _forget_old(alias: Alias, number: int) -> None:
 
 
 def revision_before(current: AliasRevision) -> AliasRevision:
-    """Return the revision that held before, as if those that were rolled back had not been.
+    """Return the last revision before, as if those that were rolled back had not been made.
 
-    Those that give requests to a canary that failed later are passed over, and those that say the
-    same as the current one. Raises Conflict if no other is left.
+    Revisions that gave requests to a canary that failed later are left out, and those equal to the
+    current one. Raises Conflict if no other is left.
     """
     origin = current.copied_from or current.number
     rows = AliasRevision.objects.filter(alias=current.alias).prefetch_related("parts")
@@ -334,7 +336,8 @@ def _check_not_deleted(revision: AliasRevision) -> None:
     for part in revision.parts.all():
         if part.adapter_id is None or (part.number is not None and part.version_id is None):
             raise Conflict(
-                f"{part} of revision {revision.number} was deleted.", code="target_deleted"
+                f"{part} of revision {revision.number} was deleted: choose another revision.",
+                code="target_deleted",
             )
 
 

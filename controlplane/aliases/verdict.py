@@ -1,4 +1,4 @@
-"""Judge a canary by what was counted of it and of the primary. Pure: no database, no clock.
+"""Judge a canary by its counts and the primary's. Pure: no database, no clock.
 
 The canary is worse if one measure of it exceeds the primary's by more than the guard allows, at
 the guard's confidence. That confidence is of all measures and all moments together (`sequential`):
@@ -14,20 +14,20 @@ from typing import Any, Self
 
 from controlplane.aliases.sequential import log_evidence, quantile_bounds, rate_interval
 
-#: Buckets of latency: four per doubling.
+#: Number of buckets of latency: four per doubling.
 _PER_DOUBLING = 4
 #: So the last bucket begins after 110 s, or 11 s per token.
 MAX_BUCKET = 67
-#: What the first bucket holds at most, in ms.
+#: Upper end of the first bucket, in ms.
 FIRST_TOKEN_UNIT_MS, TOKEN_UNIT_MS = 1.0, 0.1
-#: So much later, in ms, is never worse, whatever the factor.
+#: Difference in ms that never counts as worse, whatever the factor.
 FIRST_TOKEN_SLACK_MS, TOKEN_SLACK_MS = 50.0, 5.0
 _MEDIAN = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """When a canary is rolled back by itself. `BOUNDS` has what each field may be.
+    """The limits at which a canary is rolled back by itself. `BOUNDS` has the allowed values.
 
     min_requests          the canary's requests before anything is judged
     confidence            of the whole judgement
@@ -49,7 +49,7 @@ class Guard:
 
     @property
     def risk(self) -> float:
-        """Return the risk that each measure may take: they share it."""
+        """Return the risk of error of each measure: they share the guard's."""
         return (1 - self.confidence) / max(1, sum(measure.allowed(self) for measure in MEASURES))
 
 
@@ -67,7 +67,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """What was counted of one target. Requests that ended by their client's doing are not in it.
+    """Counts of one target, without requests that their client ended.
 
     checked      requests with an answer that was checked against a schema; `broken` broke it
     first_token  bucket -> requests; see `bucket_of`
@@ -86,7 +86,7 @@ class Counts:
         return Counts(**{name: _sum(value, theirs[name]) for name, value in mine.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the counts as JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -149,7 +149,7 @@ class RateMeasure:
         return Rate(events=events, trials=trials, low=low, high=high)
 
     def problem(self, canary: Counts, primary: Counts, guard: Guard) -> str | None:
-        """Return why the canary is worse; None: it is not, as far as one knows."""
+        """Return why the canary is worse; None: nothing shows that."""
         points = getattr(guard, self.guard_field)
         mine, theirs = self._pair(canary), self._pair(primary)
         if log_evidence(mine, theirs, points / 100) < math.log(1 / guard.risk):
@@ -179,14 +179,14 @@ class LatencyMeasure:
         return getattr(guard, self.guard_field) is not None
 
     def of(self, counts: Counts, risk: float) -> tuple[float | None, float | None]:
-        """Return what the median is at least and at most, in ms."""
+        """Return the bounds of the median, in ms."""
         first, last = quantile_bounds(getattr(counts, self.histogram), _MEDIAN, risk)
         # A bucket begins where the one before ends.
         low = None if not first else bucket_end_ms(first - 1, self.unit_ms)
         return low, None if last is None else bucket_end_ms(last, self.unit_ms)
 
     def problem(self, canary: Counts, primary: Counts, guard: Guard) -> str | None:
-        """Return why the canary is worse; None: it is not, as far as one knows."""
+        """Return why the canary is worse; None: nothing shows that."""
         factor = getattr(guard, self.guard_field)
         least, _ = self.of(canary, guard.risk / 2)
         _, most = self.of(primary, guard.risk / 2)

@@ -29,7 +29,7 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 log = logging.getLogger(__name__)
 
 QUARANTINED = "an adapter of the canary is quarantined: it ended the workers that ran it"
-#: The task looks at what was counted so lately.
+#: The age of the oldest counts that the task looks at.
 _LATELY = dt.timedelta(minutes=2)
 
 
@@ -37,7 +37,7 @@ def records_note(records: Sequence[DoneRecord]) -> None:
     """Count new records, and look at their canaries after the commit."""
     revision_ids = counting.records_count(records)
     if revision_ids:
-        # What fails there must not look as if the records could not be settled.
+        # A failure there must not look as if the records could not be settled.
         look = functools.partial(canaries_watch, revision_ids)
         transaction.on_commit(look, robust=True)
 
@@ -84,7 +84,7 @@ def quarantined_canaries_fail(digests: Collection[str]) -> None:
 
 
 def canaries_watch_all(now: dt.datetime | None = None) -> None:
-    """Look at the canaries with requests lately, and take the steps of ramps that are due."""
+    """Look at the canaries with recent requests, and take the ramps' steps that are due."""
     now = now or timezone.now()
     with all_tenants(reason="find the canaries of all tenants"):
         rows = AliasRevision.objects.filter(
@@ -103,7 +103,7 @@ def _judge(revision: AliasRevision) -> None:
 
 @transaction.atomic
 def canary_fail(revision: AliasRevision, reason: str) -> None:
-    """Give a canary no more requests, and stop its ramp. Raises Conflict if the alias changed."""
+    """Give a canary no more requests; stop its ramp. Raises Conflict if the alias changed."""
     reason = reason[: services.MAX_REASON_CHARS]
     services.canary_fail(alias=revision.alias, reason=reason, if_revision=revision.number)
     ramps.ramp_stop(revision.alias, reason)

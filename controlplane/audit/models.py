@@ -45,7 +45,7 @@ class AuditEvent(TenantModel):
     actor_id = models.CharField(max_length=200)
     #: The actor's name at that time: the key's name or the person's address.
     actor_name = models.CharField(max_length=320, blank=True)
-    #: "<resource type>.<what happened>", as in "api_key.revoked".
+    #: "<resource type>.<past participle>", as in "api_key.revoked".
     action = models.CharField(max_length=64)
     resource_type = models.CharField(max_length=64)
     resource_id = models.CharField(max_length=64)
@@ -77,9 +77,17 @@ class AuditEvent(TenantModel):
             str(self.tenant_id) if self.tenant_id else None,
             self.seq,
             self.occurred_at.astimezone(dt.UTC).isoformat(),
-            *(self.actor_type, self.actor_id, self.actor_name),
-            *(self.action, self.resource_type, self.resource_id),
-            *(self.before, self.after, self.ip, self.request_id, self.prev_hash),
+            self.actor_type,
+            self.actor_id,
+            self.actor_name,
+            self.action,
+            self.resource_type,
+            self.resource_id,
+            self.before,
+            self.after,
+            self.ip,
+            self.request_id,
+            self.prev_hash,
         ]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()

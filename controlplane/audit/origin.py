@@ -60,7 +60,7 @@ def current_origin() -> Origin:
 
 
 class AuditOriginMiddleware(Middleware):
-    """Sets the request for `current_origin`, with its client's id for it, or else ours.
+    """Middleware that sets the request for `current_origin`, with the client's or our id.
 
     Writes the request's log line, too.
     """

@@ -77,7 +77,7 @@ def recorded_at_end() -> Iterator[list[AuditEvent]]:
         yield events
     finally:
         _waiting.reset(token)
-    # The platform's trail is everybody's, so its lock is the last.
+    # All tenants share the platform's trail, so its lock is taken last.
     for event in sorted(events, key=lambda event: event.tenant_id is None):
         _append(event)
 
@@ -88,7 +88,7 @@ _waiting: ContextVar[list[AuditEvent] | None] = ContextVar("audit_waiting", defa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resource:
-    """What was changed."""
+    """The changed object."""
 
     tenant_id: uuid.UUID | None
     kind: str

@@ -18,14 +18,14 @@ class BatchesConfig(AppConfig):
 
 
 def _made_files() -> list[QuerySet[Any, Any]]:
-    """Ids of the files of the batches that the caller may see."""
+    """Return the ids of the files of the batches that the caller may see."""
     from controlplane.batches.services import batches_list
 
     return [batches_list().values(name) for name in ("output_file_id", "error_file_id")]
 
 
 def _input_files() -> QuerySet[Any, Any]:
-    """Ids of the files whose lines are not all told of yet."""
+    """Return the ids of the input files whose lines do not all have a result yet."""
     from controlplane.batches.models import Batch
 
     return Batch.objects.filter(status__in=Batch.ACTIVE).values("input_file_id")

@@ -38,7 +38,7 @@ async def collect(
     principal: Principal | None,
     batch_stream: BatchReplyStream,
 ) -> list[Result]:
-    """Return the results of the lines that are answered now, or before they can be cancelled.
+    """Return the results of the lines that end before they can be cancelled.
 
     found      the lines that are under way, as far as they are still known
     principal  who asks; None: their key has ended, and nothing is collected for them
@@ -56,7 +56,7 @@ async def collect(
             except Unavailable:
                 raise  # no fault of the line
             except ApiError as error:
-                log.info("the answer of line %d cannot be told: %r", line.number, error)
+                log.info("the answer of line %d cannot be read: %r", line.number, error)
         ended = {each.request_id for each in waiting if each.generation.reply.is_ended}
         running = {batch_stream.request_id(number) for number in left} - ended
         if cancelling := [dispatcher.cancel(request_id) for request_id in running]:

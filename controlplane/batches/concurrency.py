@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from controlplane.queue.workers import WorkerStatus
 
-#: Of the places of the workers, batches take at most this share, less what others have.
+#: Largest share of the workers' places for batches and all other requests together.
 SHARE = 0.75
-#: The workers' heartbeats are looked at again after so long.
+#: Time until the workers' heartbeats are read again.
 LOOK_S = 0.5
 
 
@@ -31,7 +31,7 @@ class Concurrency:
         self._most = most
         self._taken: Counter[uuid.UUID] = Counter()
         self._batches: set[uuid.UUID] = set()
-        #: Of each batch one line waits for a place, and the others for their turn.
+        #: One line of each batch waits for a place; the others wait for their turn.
         self._turns: defaultdict[uuid.UUID, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: dict[uuid.UUID, asyncio.Future[None]] = {}
         self._served = itertools.count(1)
@@ -39,7 +39,7 @@ class Concurrency:
 
     @contextlib.contextmanager
     def joined(self, batch_id: uuid.UUID) -> Iterator[None]:
-        """Give the batch a share of the places meanwhile."""
+        """Give the batch a share of the places inside the block."""
         self._batches.add(batch_id)
         try:
             yield
@@ -58,7 +58,7 @@ class Concurrency:
                 while not self._has_room(batch_id):
                     await self._wait(batch_id)
                 self._take(batch_id)
-        self._wake()  # there may be more room, for those who let this one go first
+        self._wake()  # another line, which let this one go first, may find a place now
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class Concurrency:
         self._last_served[batch_id] = next(self._served)
 
     async def _wait(self, batch_id: uuid.UUID) -> None:
-        """Wait until a place is free, or the size of the pool is to be looked at again."""
+        """Wait until a place is free, or the heartbeats must be read again."""
         turn = self._waiting[batch_id] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait({turn}, timeout=LOOK_S)

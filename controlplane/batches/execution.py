@@ -1,9 +1,9 @@
 """Run one batch: check it, answer it line by line, write its files.
 
 Every line's result is a row, unique by batch and line, written under the batch's fence. The files
-are made of the rows, and are there when the batch says that it has ended. So whatever stops a
-runner, the next one answers the lines that have no row yet, and no line is lost or doubled. A line
-that was under way is not sent again: it goes on, and the next runner finds it, or its answer, in
+are made of the rows, and are there when the batch says that it has ended. So after any interruption
+the next runner answers the lines that have no row yet, and no line is lost or doubled. A request
+that was under way is not sent again: it continues, and the next runner finds it, or its answer, in
 the batch's reply stream (`controlplane.queue.batch_reply_stream`).
 """
 
@@ -49,13 +49,13 @@ log = logging.getLogger(__name__)
 Status = Batch.Status
 _T = TypeVar("_T")
 
-#: Between attempts while the database or the store is away.
+#: Seconds between attempts while the database or the store is away.
 RETRY_S = 1.0
 OUTAGE = (*STORE_OUTAGE, Unavailable)
-#: Lines that are read at a time.
+#: Number of lines that are read at a time.
 _READ_LINES = 64
 _READ_BYTES = 1024**2
-#: For passes over files and for writes, of all batches of the runner.
+#: Number of threads for passes over files and for writes, for all batches of the runner.
 _threads = ThreadPoolExecutor(8, thread_name_prefix="batches")
 
 
@@ -83,9 +83,9 @@ class Execution:
         self._has_input = True
 
     async def run(self) -> None:
-        """Bring the batch to its end. Returns early when another runner has it.
+        """Work on the batch to its end. Returns early when another runner has it.
 
-        Cancelled, it leaves the batch, and what is under way of it, to others.
+        If it is cancelled, other runners continue with the batch and its running requests.
         """
         try:
             batch = await self._renewed()
@@ -93,7 +93,7 @@ class Execution:
                 await self._until_stopped(batch)
             await self._while_held(self._write_files(), is_answering=False)
         except LeaseLost:
-            log.info("batch %s has ended, or is somebody else's", self._lease.row_id)
+            log.info("batch %s has ended, or another runner has it", self._lease.row_id)
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
                 await in_batch_thread(self._lease.release)
@@ -105,7 +105,7 @@ class Execution:
         await in_batch_thread(lambda: results.stop(self._lease, Status.FAILED, fault))
 
     async def _until_stopped(self, batch: Batch) -> None:
-        """Answer lines until there are none left or something stops it; write how it ends."""
+        """Answer lines until none is left or something stops it; write how it ends."""
         stop = _Stop(Status.COMPLETED)
         try:
             await self._while_held(self._answer_all(batch), is_answering=True)
@@ -114,7 +114,7 @@ class Execution:
         await self._with_retry(lambda: results.stop(self._lease, stop.ends_as, stop.fault))
 
     async def _while_held(self, work: Awaitable[None], *, is_answering: bool) -> None:
-        """Do the work; renew the lease meanwhile. Raises LeaseLost, and _Stop while answering."""
+        """Do the work while renewing the lease. Raises LeaseLost, and _Stop while answering."""
         working = asyncio.ensure_future(work)
         holding = asyncio.create_task(self._hold(is_answering))
         tasks: set[asyncio.Future[None]] = {working, holding}
@@ -127,7 +127,7 @@ class Execution:
             await asyncio.wait(tasks)
 
     async def _hold(self, is_answering: bool) -> None:
-        """Renew the lease for ever. Raises LeaseLost, and _Stop when the batch has to end."""
+        """Renew the lease until cancelled. Raises LeaseLost, and _Stop when the batch must end."""
         loop = asyncio.get_running_loop()
         renewed_at = loop.time()
         while True:
@@ -154,7 +154,9 @@ class Execution:
         if timezone.now() >= batch.expires_at:
             raise _Stop(Status.EXPIRED)
         if self._principal is None:
-            message = "The API key that made this batch has ended, or may not do this any more."
+            message = (
+                "The API key that made this batch was revoked, has expired or lacks permission now."
+            )
             raise _Stop(Status.FAILED, LineFault("api_key_ended", message))
         if not self._has_input:
             raise _input_gone()
@@ -228,7 +230,7 @@ class Execution:
         """
         with tenant_scope(self._lease.tenant_id):
             file = File.objects.filter(pk=batch.input_file_id).first()
-        close_old_connections()  # the store is asked now
+        close_old_connections()  # no connection stays open while the store is read
         if file is None:
             raise _input_gone()
         found = line_reader.lines(contents.pieces(file), max_bytes=lines.MAX_LINE_BYTES)
@@ -330,7 +332,7 @@ class Execution:
             raise
         finally:
             if future.done() and not future.cancelled():
-                future.exception()  # it is known
+                future.exception()  # so that asyncio does not log it
 
 
 async def in_batch_thread(work: Callable[[], _T]) -> _T:

@@ -25,16 +25,16 @@ from controlplane.tenants.auth import Principal
 
 log = logging.getLogger(__name__)
 
-#: Lines in memory at a time, and their bytes.
+#: Largest number of lines in memory at a time, and of their bytes.
 MAX_HELD = 256
 MAX_HELD_BYTES = 32 * 1024**2
-#: Results that wait to be written; with so many, lines wait.
+#: Number of unwritten results at which lines begin to wait.
 MAX_UNWRITTEN = 500
 WRITE_S = 0.2
-#: How often a line is tried whose generation fails for no fault of its own.
+#: Number of attempts at a line whose generation fails for no fault of its own.
 MAX_ATTEMPTS = 8
 MAX_WAIT_S = 60.0
-#: A budget that is spent may be raised, or its period end.
+#: Time until the next attempt after a spent budget: it may be raised, or its period end.
 BUDGET_WAIT_S = 10.0
 
 
@@ -43,12 +43,13 @@ class _Refused(Exception):
 
 
 class _Forgotten(Exception):
-    """Redis has lost the request and its answer."""
+    """Raised when Redis has lost the request and its answer."""
 
 
 class Feeder:
-    """Answers lines until there are no more. Cancelled, it leaves what is under way to the next
-    runner that opens the stream.
+    """The loop that answers lines until there are no more.
+
+    If it is cancelled, the next runner that opens the stream finds the requests under way.
 
     deadline      Unix seconds; past it nobody wants the answers
     principal     who asks, with the permissions they have at that moment
@@ -75,11 +76,11 @@ class Feeder:
         self._batch_stream = batch_stream
         self._keep = keep
         self._unwritten: asyncio.Queue[Result] = asyncio.Queue(MAX_UNWRITTEN)
-        self._is_over = asyncio.Event()  # nothing more comes to be written
+        self._is_over = asyncio.Event()  # set when no more results come
         self._freed = asyncio.Event()
         self._num_held = self._bytes_held = 0
         self._submitting = asyncio.Lock()
-        self._closed_until = 0.0  # event loop's time; before it nothing is submitted
+        self._closed_until = 0.0  # event loop's time before which nothing is submitted
 
     async def run(self, found: AsyncIterator[Line]) -> None:
         """Answer every line and keep its result. Raises what `keep` raises, and LeaseLost."""
@@ -94,7 +95,7 @@ class Feeder:
             feeding.cancel()
             await asyncio.wait({feeding})
             self._is_over.set()
-            await asyncio.wait({writing})  # what was answered is kept, also when it stops here
+            await asyncio.wait({writing})  # answers are kept also when it stops here
         writing.result()
 
     async def _feed(self, found: AsyncIterator[Line]) -> None:
@@ -107,7 +108,7 @@ class Feeder:
             raise failed.exceptions[0] from None
 
     async def _hold(self, line: Line) -> None:
-        """Wait until the line has room in memory."""
+        """Wait until the line fits into memory."""
         while self._num_held >= MAX_HELD or self._bytes_held >= MAX_HELD_BYTES:
             self._freed.clear()
             await self._freed.wait()
@@ -123,7 +124,7 @@ class Feeder:
             self._freed.set()
 
     async def _answer(self, line: Line) -> Result:
-        """Return the line's result, after as many attempts as it takes."""
+        """Return the line's result, with as many attempts as needed."""
         while True:
             request_id = self._batch_stream.request_id(line.number)
             try:
@@ -144,7 +145,7 @@ class Feeder:
                 await asyncio.sleep(min(MAX_WAIT_S, pause_s))
 
     async def _attempt(self, line: Line, request_id: str) -> Result:
-        """Return the result of one request, also of one that was under way when this runner came.
+        """Return the result of one request, also of one that an earlier runner sent.
 
         Raises _Refused, _Forgotten, Fenced; ApiError and whatever else when there is no answer.
         """
@@ -211,7 +212,7 @@ class Feeder:
         return self._closed_until - asyncio.get_running_loop().time()
 
     async def _write(self) -> None:
-        """Keep results, some at a time, until no more come."""
+        """Write results, some at a time, until no more come."""
         over = asyncio.create_task(self._is_over.wait())
         try:
             while not (self._is_over.is_set() and self._unwritten.empty()):
@@ -233,7 +234,7 @@ async def submit_line(
     batch_stream: BatchReplyStream,
     deadline: float | None = None,
 ) -> Generation:
-    """Submit a line's body, or find it where it is under way: its names may mean nothing by now.
+    """Submit a line's body; find it by its id if it is under way: its model may be gone by now.
 
     Raises what `access.resolve_now` and `submit` raise.
     """
@@ -282,5 +283,5 @@ def refused(line: Line, request_id: str, error: ApiError, endpoint: str) -> Resu
 
 
 def is_passing(error: ApiError) -> bool:
-    """Whether another attempt may succeed."""
+    """Return whether another attempt may succeed."""
     return error.status in (429, 500, 503) and not isinstance(error, GivenUp)

@@ -1,4 +1,4 @@
-"""Leases on batches: which runner works on which."""
+"""Leases of runners on batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from controlplane.batches.models import Batch
 from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
-#: A batch whose lease was not renewed for so long is taken up by another runner.
+#: Time without a renewal after which another runner takes the batch up.
 LEASE = dt.timedelta(seconds=30)
 RENEW_S = 2.0
-#: How many batches of a tenant a pool works on at a time; the others wait.
+#: Largest number of a tenant's batches that a pool works on at a time.
 MAX_TENANT_RUNNING = 4
 
 
 class Lease(RowLease[Batch]):
-    """A runner's lease on a batch. Every write of what came of it goes through `held`."""
+    """A runner's lease on a batch. Every write of its results goes through `held`."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Batch]:
@@ -54,11 +54,11 @@ class Lease(RowLease[Batch]):
 
 
 def claim(but_not: Collection[uuid.UUID] = ()) -> Lease | None:
-    """Lease the batch of this pool whose turn it is; None when there is none.
+    """Lease the pool's next batch; None when there is none.
 
     Tenants with the fewest running batches come first, and of each its oldest batch.
 
-    but_not  batches that the runner works on: it renews their leases itself, also lapsed ones
+    but_not  batches that the runner works on: it renews their leases, even lapsed ones, itself
     """
     now = timezone.now()
     is_free = Q(lease_until=None) | Q(lease_until__lte=now)

@@ -1,4 +1,4 @@
-"""The lines of batch files: what comes in, and what goes out."""
+"""The lines of batch files: requests and results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from controlplane.tenancy.public_ids import public_id
 from controlplane.tenancy.scoping import new_id, tenant_scope
 
 MAX_LINES = 50_000
-#: Empty lines included.
+#: Largest number of lines, including empty ones.
 MAX_RAW_LINES = 4 * MAX_LINES
-#: The live API's limit of a body, and room for the fields around it.
+#: The live API's limit of a body, and some bytes for the fields around it.
 MAX_LINE_BYTES = 8 * 1024**2 + 4096
 MAX_CUSTOM_ID = 512
 #: The address that the lines are for -> how its bodies are read.
@@ -32,7 +32,7 @@ ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 
 
 class LineFault(Exception):
-    """A fault of a line that fails its batch, with OpenAI's code."""
+    """A fault of a line, with OpenAI's code, which fails its batch."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class Line:
 
 
 def parse_line(number: int, raw: bytes, endpoint: str) -> Line:
-    """Read a line's request. Raises LineFault if it is none for this endpoint."""
+    """Read a line's request. Raises LineFault if it is not valid for this endpoint."""
     if len(raw) > MAX_LINE_BYTES:
         raise LineFault("line_too_long", f"The line is longer than {MAX_LINE_BYTES} bytes.")
     try:
@@ -109,10 +109,10 @@ def _text(fields: dict[str, Any], name: str, path: str = "") -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A line's body, checked.
+    """The checked body of a line.
 
-    body      what is submitted
-    response  the body of a response, which `body` says as a chat
+    body      the body to submit
+    response  the body of a response, which `body` expresses as a chat
     """
 
     body: ChatBody | CompletionBody
@@ -135,7 +135,9 @@ def parse_request(line: Line, endpoint: str, tenant_id: uuid.UUID) -> Request:
 def _parsed(line: Line, endpoint: str) -> Request:
     body = parse_body(ENDPOINTS[endpoint], line.body)
     if body.stream:
-        raise InvalidRequest("A line of a batch cannot be streamed.", param="stream")
+        raise InvalidRequest(
+            "A batch's line cannot be streamed: leave `stream` out.", param="stream"
+        )
     if isinstance(body, ResponsesBody):
         return Request(body=chat_body(body), response=body)
     return Request(body=body)

@@ -38,10 +38,10 @@ class Batch(PublicIdModel):
     #: The states in which work is left.
     ACTIVE = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
 
-    #: Whose requests they are, who is billed; without the key the batch fails.
+    #: The key that makes the requests and is billed; without it the batch fails.
     api_key = models.ForeignKey(ApiKey, null=True, on_delete=models.SET_NULL, related_name="+")
-    #: The worker pool that answers it and has its replies in Redis: that of the process that took
-    #: it in. Empty in old rows: the first pool that takes such a batch up keeps it.
+    #: The pool that answers it and has its replies in Redis: the pool of the process that accepted
+    #: it. Empty in old rows: the first pool that takes such a batch up keeps it.
     pool = models.CharField(max_length=63, blank=True, default="", db_default="")
     endpoint = models.CharField(max_length=64)
     # No foreign keys: a batch is shown as it was, also when its files are gone.
@@ -52,7 +52,7 @@ class Batch(PublicIdModel):
     #: Seconds until its output files expire; None: the default of such files.
     output_expires_s = models.PositiveIntegerField(null=True)
     status = models.CharField(max_length=16, choices=Status, default=Status.VALIDATING)
-    #: How it ends once its files are written.
+    #: Its last status, once its files are written.
     ends_as = models.CharField(max_length=16, choices=Status, blank=True)
     #: The one model that its lines name; empty when they name several.
     model = models.CharField(max_length=200, blank=True)
@@ -101,7 +101,7 @@ class BatchResult(TenantModel):
     #: Counts from 1.
     line = models.PositiveIntegerField()
     is_error = models.BooleanField()
-    #: The line of the output or error file.
+    #: Its line in the output or error file.
     output = models.TextField()
 
     class Meta:

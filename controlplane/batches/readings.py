@@ -1,4 +1,4 @@
-"""Read how batches stand, for the metrics of one process."""
+"""Read the numbers of batches and their lines, for the metrics of one process."""
 
 from __future__ import annotations
 

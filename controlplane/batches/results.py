@@ -34,7 +34,7 @@ class Result:
 
 
 def begin_validation(lease: Lease) -> None:
-    """Delete what an earlier, interrupted pass has kept."""
+    """Delete the results of an earlier, interrupted pass."""
     with lease.held() as batch:
         batch.results.all().delete()
         batch.num_failed = 0
@@ -81,7 +81,7 @@ def end_validation(lease: Lease, found: Found) -> None:
     """Begin a batch whose file is good; fail one whose file has faults."""
     with lease.held() as batch:
         if batch.status != Status.VALIDATING:
-            return  # it was cancelled meanwhile
+            return  # it was cancelled during the check
         if found.faults:
             batch.results.all().delete()
             batch.status, batch.failed_at = Status.FAILED, timezone.now()
@@ -125,7 +125,7 @@ def end(lease: Lease, files: dict[str, File]) -> None:
             file_publish(file)
             setattr(batch, field, file.pk)
         if batch.in_progress_at is None:
-            batch.num_failed = 0  # of the part that was checked, which has no files
+            batch.num_failed = 0  # it counts only the checked part, which has no files
         batch.status = batch.ends_as
         setattr(batch, timestamp_field(batch.status), timezone.now())
         batch.lease_until = None

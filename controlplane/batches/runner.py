@@ -1,7 +1,7 @@
 """The process that runs batches; several may run, each with batches of its own.
 
-Its requests wait in the fair queue's batch class. If the runner dies, they go on, and another takes
-its batches up within `leases.LEASE`; if it is told to stop, another takes them up at once.
+Its requests wait in the fair queue's batch class. If the runner dies, they continue, and another
+runner takes its batches up within `leases.LEASE`; if it is told to stop, another does at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from controlplane.tenancy.row_lease import LeaseLost
 
 log = logging.getLogger(__name__)
 
-#: Batches that one runner has at a time.
+#: Largest number of batches of a runner at a time.
 MAX_BATCHES = 64
 LOOK_S = 1.0
-#: A batch that was taken up this often and fails again is given up.
+#: Number of attempts after which a batch that fails again is given up.
 MAX_TURNS = 20
 
 
 class Runner:
-    """Takes up batches and works on them until `stop` is set.
+    """A loop that takes up batches and works on them until `stop` is set.
 
     max_in_flight  requests at a time, whatever the pool could take
     """
@@ -96,7 +96,7 @@ class Runner:
         log.info("batch %s is taken up", lease.row_id)
         try:
             await execution.run()
-        except Exception:  # the others go on; this one is tried again when its lease is over
+        except Exception:  # the others continue; this one is tried again when its lease is over
             log.exception("batch %s failed", lease.row_id)
             if lease.fence >= MAX_TURNS:
                 with contextlib.suppress(DatabaseError, LeaseLost):

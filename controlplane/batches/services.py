@@ -20,7 +20,7 @@ from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
 
 WINDOW = dt.timedelta(hours=24)
-#: Of one tenant, batches that have not ended.
+#: Largest number of a tenant's batches that have not ended.
 MAX_ACTIVE = 500
 
 
@@ -65,8 +65,10 @@ def batch_create(
 
 
 def batches_list() -> QuerySet[Batch]:
-    """Return the tenant's batches that the caller may see: for a bound key those of its models,
-    and those that it made."""
+    """Return the tenant's batches that the caller may see.
+
+    A bound key sees those of its models, and those that it made.
+    """
     bounds = current_bounds()
     if bounds is None:
         return Batch.objects.all()
@@ -84,7 +86,7 @@ def batch_get(public_id: str) -> Batch:
 
 @transaction.atomic
 def batch_cancel(batch: Batch) -> Batch:
-    """Stop a batch; seconds later its files have what was answered by then.
+    """Stop a batch; seconds later its files have the answers so far.
 
     Raises Conflict when it has ended, or is about to.
     """

@@ -14,13 +14,13 @@ from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.service import new_request_id
 from controlplane.tenants.auth import Principal
 
-#: The check ends after so many faults.
+#: Number of faults after which the check ends.
 MAX_FAULTS = 100
 
-#: Refusals in memory at a time.
+#: Largest number of refusals in memory.
 _REFUSALS = 500
 
-#: (line, its line of the error file)
+#: (the line's number, its line in the error file)
 RefusedLine = tuple[int, str]
 
 
@@ -41,11 +41,11 @@ def validate(
     principal: Principal,
     keep: Callable[[list[RefusedLine]], None],
 ) -> Found:
-    """Check all lines. To be called in a thread.
+    """Check all lines; call it in a thread.
 
     A line that is not a request for this endpoint, or names a model that the key cannot use, is
     a fault, and the batch fails. A body that the live API would refuse is refused with the same
-    answer, and the other lines go on.
+    answer, and the other lines are answered.
 
     keep  gets the refusals, some at a time
     """

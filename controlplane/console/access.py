@@ -1,8 +1,8 @@
 """Access to the console's pages: who may open one, and for which tenant it acts.
 
 Every page of a signed-in person goes through `member_page`: it finds the person's tenant, enters
-its scope, asks for the permission, and turns what goes wrong into a page. `member_call` does so for
-an async view that a script calls. `account_page` is for a person's own account.
+its scope, asks for the permission, and turns errors into pages. `member_call` does so for an async
+view that a script calls. `account_page` is for a person's own account.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Member:
     role: Role
     membership: Membership | None
     principal: Principal
-    #: Every tenant the person may switch to, this one included.
+    #: All tenants that the person may switch to, this one included.
     tenants: tuple[Tenant, ...]
 
     def may(self, permission: Permission) -> bool:
@@ -232,7 +232,7 @@ def choose_tenant(request: HttpRequest, tenant_id: str) -> None:
 def _find_member(request: HttpRequest) -> Member | None:
     principal = session_principal(request)
     if principal is None and request.session.pop(SESSION_TENANT_KEY, None) is not None:
-        # The membership in the chosen tenant has ended; there may be another.
+        # The membership in the chosen tenant has ended; the person may belong to another.
         principal = session_principal(request)
     if principal is None:
         return None

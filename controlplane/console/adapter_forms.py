@@ -47,14 +47,14 @@ class UploadForm(AdapterForm):
     accept_base_mismatch = forms.BooleanField(
         label="Accept another name of the base model",
         required=False,
-        help_text="Only if it is the same model: adapter_config.json may then name another one.",
+        help_text="adapter_config.json may then name another model, which must be the same one.",
     )
     config = forms.IntegerField(min_value=1)
     tensors = forms.IntegerField(min_value=1)
 
 
 class ImportForm(AdapterForm):
-    """A repository of the Hub, or two addresses; the service checks that it is one of both."""
+    """A repository of the Hub, or two addresses; the service checks that exactly one is given."""
 
     repository = forms.CharField(
         label="Repository",
@@ -67,7 +67,7 @@ class ImportForm(AdapterForm):
         label="Revision",
         required=False,
         max_length=200,
-        help_text="A branch, a tag or a commit. What it means now is kept as a commit.",
+        help_text="A branch, a tag or a commit. Its present commit is stored.",
         widget=forms.TextInput(attrs={**_PLAIN, "placeholder": "main"}),
     )
     token = forms.CharField(

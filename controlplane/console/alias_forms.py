@@ -21,7 +21,7 @@ _TARGET_HELP = "invoices (whichever version is live), invoices@3, or 0.7*invoice
 
 
 class TargetField(forms.CharField):
-    """What answers, as text; the cleaned value is a tuple of parts."""
+    """The text of a target; the cleaned value is a tuple of parts."""
 
     def __init__(self, **options: Any) -> None:
         attrs = {"autocomplete": "off", "spellcheck": "false", "class": "mono"}
@@ -78,7 +78,7 @@ class SchemaField(forms.CharField):
 
 
 class AliasForm(forms.Form):
-    """What an alias means; of a new one also its name."""
+    """The contents of an alias, and the name of a new one."""
 
     name = forms.CharField(
         label="Name",
@@ -89,7 +89,7 @@ class AliasForm(forms.Form):
     )
     primary = TargetField(label="Primary", help_text=_TARGET_HELP)
     canary = TargetField(
-        label="Canary", required=False, help_text="What answers some of the callers, to try it."
+        label="Canary", required=False, help_text="Answers some of the callers, as a trial."
     )
     canary_percent = forms.IntegerField(
         label="Percent of the callers for the canary", min_value=0, max_value=100, initial=0
@@ -109,18 +109,18 @@ class AliasForm(forms.Form):
     )
     reason = forms.CharField(label="Why?", required=False, max_length=500)
     is_forced = forms.BooleanField(
-        label="Also if the schema breaks callers of the current one", required=False
+        label="Even if the new schema breaks callers of the current one", required=False
     )
     if_revision = forms.IntegerField(
         required=False, min_value=1, max_value=MAX_INT, widget=forms.HiddenInput
     )
 
     #: Fields that are also fields of `Contents`.
-    CONTENTS = (*("primary", "canary", "canary_percent", "json_schema", "system_prompt", "warmth"),)
+    CONTENTS = ("primary", "canary", "canary_percent", "json_schema", "system_prompt", "warmth")
 
     @classmethod
     def of(cls, contents: Contents, revision: int) -> AliasForm:
-        """Return the form that shows what an alias means now."""
+        """Return the form that shows an alias's current contents."""
         shown = {name: getattr(contents, name) for name in cls.CONTENTS}
         form = cls(initial=shown | {"if_revision": revision})
         del form.fields["name"]
@@ -171,9 +171,9 @@ class RampForm(forms.Form):
 
 
 class GuardForm(forms.Form):
-    """When the canary is rolled back by itself; an empty measure is not watched."""
+    """The limits at which the canary is rolled back by itself; an empty measure is not watched."""
 
-    is_on = forms.BooleanField(label="Roll a bad canary back by itself", required=False)
+    is_on = forms.BooleanField(label="Roll back a bad canary automatically", required=False)
     min_requests = forms.IntegerField(label="Least requests of the canary")
     errors_points = forms.FloatField(label="Errors: points worse", required=False)
     schema_points = forms.FloatField(label="Schema failures: points worse", required=False)

@@ -1,4 +1,4 @@
-"""What an alias's page shows of its canary: each measure, of canary and primary, as a picture."""
+"""The canary on an alias's page: each measure of canary and primary as a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MeasureRow:
 
 
 def split_bar(canary_percent: int) -> StackedBar:
-    """Return the bar of who answers how many callers."""
+    """Return the bar of the callers' shares of primary and canary."""
     edge = 100 - canary_percent
     label = f"primary {edge} %, canary {canary_percent} %" if canary_percent else "primary 100 %"
     spans = [(PRIMARY, 0.0, float(edge)), (CANARY, float(edge), 100.0)]
@@ -34,7 +34,7 @@ def split_bar(canary_percent: int) -> StackedBar:
 
 
 def measure_rows(found: Comparison) -> list[MeasureRow]:
-    """Return what the guard compares."""
+    """Return a row for each measure that the guard compares."""
     rates = [_rate_row(measure, found) for measure in RATES]
     return [*rates, *(_latency_row(measure, found) for measure in LATENCIES)]
 
@@ -45,7 +45,7 @@ def _rate_row(measure: RateMeasure, found: Comparison) -> MeasureRow:
         rate = measure.of(counts, found.guard.risk)
         value = "–" if rate.value is None else f"{rate.value:.1%}"
         told.append(f"{value} of {rate.trials:,}")
-        # Before there is anything, every rate is possible: that would hide the other one.
+        # Before the first request every rate is possible: its interval would hide the other.
         low, high = (rate.low, rate.high) if rate.trials else (0.0, 0.0)
         label = f"{name}: from {rate.low:.1%} to {rate.high:.1%}"
         bounds.append((label, low, rate.value, high))

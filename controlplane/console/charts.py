@@ -178,7 +178,7 @@ def interval_chart(
     width: int = 600,
     row_height: int = 16,
 ) -> IntervalChart:
-    """Make one line for each (label, low, value, high) on a common scale from 0, the first on top.
+    """Make one line for each (label, low, value, high), the first on top, on a scale from 0.
 
     A `high` of None is not known: the line goes to the right edge.
     """

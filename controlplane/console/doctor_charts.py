@@ -10,7 +10,7 @@ from typing import Any
 
 from controlplane.console.charts import BarChart, bar_chart
 
-#: As the model applies them; others follow in their own order.
+#: In the order in which the model applies them; others follow these.
 _ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _CELL, _GAP = 20.0, 2.0
 #: Singular values this much smaller than the largest lie on the axis.

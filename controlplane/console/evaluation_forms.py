@@ -45,7 +45,7 @@ class _ChecksForm(forms.Form):
         label="Slice",
         required=False,
         max_length=63,
-        help_text="A part of the suite that is also compared by itself.",
+        help_text="Part of the suite that is also compared separately.",
         widget=forms.TextInput(attrs=_NAME),
     )
 
@@ -63,10 +63,10 @@ class SuiteForm(_ChecksForm):
         to_field_name="name",
         required=False,
         empty_label="none: from the cases below",
-        help_text="The last answer of each row is what is expected. Do not train on these rows.",
+        help_text="The last answer of each row is the expected one. Do not train on these rows.",
     )
     every = forms.IntegerField(
-        label="Take each n-th row", required=False, min_value=1, max_value=1000, initial=1
+        label="Take every n-th row", required=False, min_value=1, max_value=1000, initial=1
     )
     offset = forms.IntegerField(
         label="Beginning with row", required=False, min_value=0, max_value=999, initial=0
@@ -125,7 +125,7 @@ class CaseForm(_ChecksForm):
         help_text="What the model should answer; correct it here.",
         widget=forms.Textarea(attrs={"rows": 4}),
     )
-    #: Whether they are a request's: then reading them needs requests:content.
+    #: True if they are a request's: then reading them needs requests:content.
     is_request = forms.BooleanField(required=False, widget=forms.HiddenInput)
     field_order = ("name", "messages", "expected", "checks", "slice")
 
@@ -133,7 +133,7 @@ class CaseForm(_ChecksForm):
         try:
             return json.loads(self.cleaned_data["messages"])
         except (ValueError, RecursionError):
-            raise forms.ValidationError("It is no JSON.") from None
+            raise forms.ValidationError("This is not JSON.") from None
 
     def case(self) -> dict[str, Any]:
         """Return the case; the form must be valid."""
@@ -147,7 +147,7 @@ class CaseForm(_ChecksForm):
 
 
 class EvaluationForm(forms.Form):
-    """Runs a suite on a model."""
+    """The form that runs a suite on a model."""
 
     model = forms.CharField(
         max_length=200,
@@ -167,7 +167,7 @@ class EvaluationForm(forms.Form):
 
 
 class CaptureForm(forms.Form):
-    """Which requests are kept to train on."""
+    """The shares and limits of captured requests."""
 
     share = forms.FloatField(
         label="Share of all requests",
@@ -183,9 +183,11 @@ class CaptureForm(forms.Form):
         widget=forms.Textarea(attrs={"rows": 3, "spellcheck": "false", "class": "mono"}),
     )
     days = forms.IntegerField(label="Days to keep them", min_value=1, max_value=capture.MAX_DAYS)
-    max_rows = forms.IntegerField(label="At most so many", min_value=1, max_value=capture.MAX_ROWS)
+    max_rows = forms.IntegerField(
+        label="Most requests to keep", min_value=1, max_value=capture.MAX_ROWS
+    )
     max_mib = forms.IntegerField(
-        label="At most so many MiB", min_value=1, max_value=capture.MAX_BYTES >> 20
+        label="Most MiB to keep", min_value=1, max_value=capture.MAX_BYTES >> 20
     )
 
     def clean_shares(self) -> dict[str, float]:
@@ -198,7 +200,7 @@ class CaptureForm(forms.Form):
                 found[name.strip()] = float(text)
             except ValueError:
                 raise forms.ValidationError(
-                    f"“{line.strip()[:80]}” is no model and share."
+                    f"“{line.strip()[:80]}” is not a model and a share, such as “support 0.1”."
                 ) from None
         return found
 

@@ -18,7 +18,7 @@ _LABELS = {"score": "Score", "logprob": "Log-probability of a token"}
 class Row:
     """One difference in words and as a picture, whose middle is no difference.
 
-    drop  the drop that matters; None: nobody said
+    drop  the drop that matters; None: not set
     """
 
     label: str

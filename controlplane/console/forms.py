@@ -46,7 +46,7 @@ SCOPE_LABELS: dict[Permission, str] = {
 def add_service_error(form: forms.Form, message: str, param: str | None) -> None:
     """Show a service's error beside the field that it names, or above the form.
 
-    Of a dotted path such as `hyperparameters.rank` the last part is the field.
+    The field of a dotted path such as `hyperparameters.rank` is its last part.
     """
     field = (param or "").rpartition(".")[2]
     form.add_error(field if field in form.fields else None, message)
@@ -210,7 +210,7 @@ class TenantForm(forms.Form):
 
 
 class LogPolicyForm(forms.Form):
-    """What is stored of requests."""
+    """The policy of the request log."""
 
     content = forms.ChoiceField(
         label="Prompts and answers",
@@ -220,7 +220,7 @@ class LogPolicyForm(forms.Form):
             (LogPolicy.Content.ALL, "are stored, except for requests with store: false"),
         ],
         help_text="They are encrypted; owners and admins can read them. If you choose “are not "
-        "stored”, stored ones become unreadable at once and for ever.",
+        "stored”, stored ones become unreadable at once, which cannot be undone.",
     )
     content_days = forms.IntegerField(
         label="Days to keep them", min_value=1, max_value=MAX_CONTENT_DAYS

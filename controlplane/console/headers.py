@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConsoleMiddleware(Middleware):
-    """Adds the security headers: only the console's own scripts and styles, no caching.
+    """Middleware for security headers: only the console's own scripts and styles, no caching.
 
     Attempts to sign in are counted in Redis: without it nobody can sign in, and a page says so.
     """

@@ -31,7 +31,7 @@ class Meter:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """Return the used share, from 0 to 1."""
         return min(1.0, (self.used or 0) / self.limit) if self.limit else 1.0
 
 
@@ -81,7 +81,7 @@ def _rate_commands(row: RateLimit) -> list[tuple[Any, ...]]:
 
 
 def _ask(groups: list[list[tuple[Any, ...]]]) -> list[list[Any]] | None:
-    """Run all commands in one round trip. -> their answers, grouped; None without Redis."""
+    """Run all commands in one round trip. -> their grouped answers; None without Redis."""
     if not groups:
         return []
     try:

@@ -23,7 +23,7 @@ class Day:
     """The tenant's last 24 hours."""
 
     num_requests: int
-    #: Of accepted requests; refused ones are counted apart.
+    #: Numbers of accepted requests; refused ones are counted apart.
     num_errors: int
     num_refused: int
     prompt_tokens: int
@@ -87,7 +87,7 @@ class AdapterRow:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest version's status will change soon."""
+        """Return whether the newest version's status will change soon."""
         states = {AdapterVersion.Status.UPLOADED, AdapterVersion.Status.VALIDATING}
         return self.newest is not None and self.newest.status in states
 

@@ -1,4 +1,4 @@
-"""The data of the playground's page: what its columns begin with, and the names to choose from."""
+"""The data of the playground's page: the first contents of its columns, and names to choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.services import StoredWords
 
 MAX_COLUMNS = 3
-#: Of each kind, in the list of names to choose from. Others can be typed.
+#: Largest number of names of each kind in the list. Others can be typed.
 MAX_NAMES = 200
 #: The fields of the page that a request of the log can fill.
 PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -39,11 +39,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What the page begins with.
+    """The first contents of the page.
 
     columns     the parts of each; none: the script makes an empty one
     parameters  by the names of `PARAMETERS`, and `stop`
-    note        what of a request of the log, or of an alias, could not be taken over
+    note        the parts of a logged request, or of an alias, that could not be taken over
     """
 
     columns: list[list[Part]]
@@ -65,7 +65,7 @@ class NamedModel:
 
 
 def wanted_columns(names: Iterable[str]) -> list[list[Part]]:
-    """Return a column for each name in the page's address; what no model can be named is left out.
+    """Return a column for each name in the page's address; impossible names are left out.
 
     Names are shown, and looked up only when the person runs them.
     """
@@ -164,7 +164,7 @@ def held_versions(columns: Sequence[Sequence[Part]]) -> list[AdapterVersion]:
 
 
 def served_name(model: ServedModel) -> str:
-    """Return what answers by exact names, such as `invoices@3`, with the weights of a blend."""
+    """Return the exact names that answer, such as `invoices@3`, with the weights of a blend."""
     if not model.parts:
         return f"{model.base_model.name} {model.base_model.revision[:12]}"
     is_blend = len(model.parts) > 1 or model.parts[0][1] != 1.0
@@ -176,7 +176,7 @@ def served_name(model: ServedModel) -> str:
 
 
 def start_of(row: InferenceRequest, words: StoredWords | None) -> Start:
-    """Return what a request of the log asked for, as far as it is known and the page can show it.
+    """Return the prompt and settings of a logged request, as far as the page can show them.
 
     words  None: not stored, or the person may not read them
     """
@@ -219,7 +219,7 @@ def _prompt_of(words: StoredWords) -> dict[str, Any]:
     whole = len(messages) == len(systems) + len(users) and len(systems) < 2 and len(users) < 2
     missing = (
         f"It has {len(messages)} messages; the playground took its first system message and its "
-        "last message of a user."
+        "last user message."
     )
     return {
         "system": _text(systems[0]) if systems else "",

@@ -110,7 +110,7 @@ class Phase:
         return self.end_ms - self.begin_ms
 
 
-#: Names and colours, in their order.
+#: Names and colours of the phases, in their order.
 PHASES = (("queue", 4), ("load", 2), ("prefill", 1), ("decode", 0))
 
 
@@ -156,7 +156,7 @@ class Line:
 
     @property
     def versions_named(self) -> str:
-        """The versions that answered, if the request's `model` does not name them."""
+        """Return the versions that answered, if the request's `model` does not name them."""
         if not self.row.digests:
             return ""
         versions = [part.version for part in self.parts if part.version is not None]
@@ -169,7 +169,7 @@ class LogPage:
     """Some requests, newest first, and the queries of the neighbouring pages."""
 
     lines: list[Line]
-    #: The time that a bar of full width means.
+    #: The time of a bar of full width.
     scale_ms: float
     is_first: bool
     newer: str | None
@@ -198,7 +198,7 @@ def log_page(
         found = list(rows.filter(pk__gt=after).order_by("pk")[: PAGE + 1])[::-1]
     if len(found) > PAGE:
         found, has_older = found[1:], True
-    else:  # there is less than a page of newer rows, or older ones are wanted
+    else:  # older rows are wanted, or the newer ones do not fill a page
         is_first = before is None or after is not None
         rows = rows if is_first else rows.filter(pk__lt=before)
         found = list(rows.order_by("-pk")[: PAGE + 1])
@@ -307,7 +307,7 @@ class Reason:
 
     @property
     def status_name(self) -> str:
-        """The status's name in HTTP, for a refusal without a code."""
+        """Return the status's name in HTTP, for a refusal without a code."""
         return HTTPStatus(self.status).phrase if self.status in set(HTTPStatus) else "other"
 
 

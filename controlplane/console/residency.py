@@ -1,4 +1,4 @@
-"""Where the workers have a version, and what they loaded before a switch, for the pages."""
+"""The places of a version on the workers, and their loads before a switch, for the pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def residency_of(version: AdapterVersion | None) -> Residency | None:
 
 
 def prefetched_text(loaded: Prefetched | None) -> str:
-    """Return what to say if not all workers had loaded what they answer with from now on."""
+    """Return a note if some workers had not loaded the new live version; else ""."""
     if loaded is None or loaded.ready == loaded.workers:
         return ""
     return f"{loaded.ready} of {loaded.workers} workers had loaded it by then."

@@ -46,7 +46,7 @@ def _number(name: str, label: str | None = None, help_text: str = "") -> forms.I
 
 
 class TrainForm(forms.Form):
-    """Starts a training run of an existing or a new adapter."""
+    """The form that starts a training run of an existing or a new adapter."""
 
     adapter = forms.CharField(
         max_length=63,
@@ -78,7 +78,7 @@ class TrainForm(forms.Form):
         "gradient_accumulation", "Batches of a step", "More, of fewer rows, take less memory."
     )
     checkpoints = _number(
-        "checkpoints", "Checkpoints to keep", "Adapters on the way, as versions that answer."
+        "checkpoints", "Checkpoints to keep", "Intermediate adapters, as versions that answer."
     )
     draft_heads = _number(
         "draft_heads", "Draft heads", "Guess tokens ahead, for faster answers. Empty: none."
@@ -109,16 +109,16 @@ class TrainForm(forms.Form):
     patience = _number(
         "patience",
         "Stop early after",
-        "So many validations without a better loss. The best state is kept.",
+        "Number of validations without a better loss. The best state is kept.",
     )
 
     #: Fields that are the run's hyperparameters.
     SETTINGS = (
-        *("epochs", "rank", "learning_rate", "max_length"),
-        *("validation_share", "eval_steps", "patience"),
-        *("batch_size", "gradient_accumulation", "checkpoints", "draft_heads"),
-        *("packing", "gradient_checkpointing"),
-    )
+        "epochs", "rank", "learning_rate", "max_length",
+        "validation_share", "eval_steps", "patience",
+        "batch_size", "gradient_accumulation", "checkpoints", "draft_heads",
+        "packing", "gradient_checkpointing",
+    )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -181,7 +181,7 @@ class ScheduleForm(forms.Form):
         required=False,
     )
     grace_minutes = forms.IntegerField(
-        label="Minutes that are not too late",
+        label="Grace period in minutes",
         min_value=1,
         max_value=10_080,
         initial=60,
@@ -196,7 +196,7 @@ class ScheduleForm(forms.Form):
         choices(self, "dataset").queryset = Dataset.objects.order_by("name")
 
     def clean(self) -> dict[str, Any]:
-        """Check all that the service checks one by one, so that all faults are told at once."""
+        """Check everything that the service checks, so that all faults are shown at once."""
         data = self.cleaned_data
         zone = data.get("timezone", "UTC")
         try:

@@ -12,7 +12,7 @@ from controlplane.console.charts import StackedChart, stacked_chart
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.models import UsageDay, UsageHour, UsageTotal
 
-#: Name -> label, how many buckets, and whether a bucket is an hour.
+#: Name -> label, number of buckets, and whether a bucket is an hour.
 SPANS: dict[str, tuple[str, int, bool]] = {
     "day": ("24 hours", 24, True),
     "week": ("7 days", 7 * 24, True),
@@ -21,7 +21,7 @@ SPANS: dict[str, tuple[str, int, bool]] = {
 }
 GROUPS = {"model": "model", "key": "api_key_id"}
 MEASURES = {"tokens": "Tokens", "requests": "Requests"}
-#: Models or keys with their own colour in the chart; the others share one.
+#: Number of models or keys with their own colour in the chart; the others share one.
 MAX_SERIES = 5
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 

@@ -1,1 +1,1 @@
-"""Delete adapters, datasets and tenants for good, with what belongs to them in every app."""
+"""Delete adapters, datasets and tenants, with everything that belongs to them in every app."""

@@ -1,4 +1,4 @@
-"""Delete the tenants whose grace period is over; goes on where a killed task stopped."""
+"""Delete the tenants whose grace period is over; continue where a killed task stopped."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 Status = TenantDeletion.Status
 
-#: A task that was silent for so long was killed; another one goes on.
+#: Silence after which a task counts as killed, and another one continues.
 LEASE = dt.timedelta(minutes=2)
-#: So long after its end a deletion looks for what came late.
+#: Time after its end during which a deletion looks for late data.
 LATE = dt.timedelta(days=2)
-#: How often it looks: each time it reads the names of all keys in Redis.
+#: Interval of these looks, each of them a pass over the names of all keys in Redis.
 LATE_EVERY = dt.timedelta(hours=1)
 
 
@@ -57,7 +57,7 @@ def _delete(deletion_id: uuid.UUID) -> bool:
     deletion = _claim(deletion_id)
     if deletion is None:
         return False
-    log.info("the deletion of a tenant goes on", extra={"deletion_id": str(deletion.pk)})
+    log.info("the deletion of a tenant continues", extra={"deletion_id": str(deletion.pk)})
     left = [name for name in steps.STEPS if name not in deletion.steps]
     if not _try(deletion, left):
         return False
@@ -70,7 +70,7 @@ def _try(deletion: TenantDeletion, names: list[str] | tuple[str, ...]) -> bool:
     lease = {"until": deletion.lease_until}
 
     def beat() -> None:
-        if lease["until"] is None:  # a search for what came late needs no lease
+        if lease["until"] is None:  # a search for late data needs no lease
             return
         until = timezone.now() + LEASE
         held = TenantDeletion.objects.filter(pk=deletion.pk, lease_until=lease["until"])

@@ -22,7 +22,7 @@ class TenantDeletion(models.Model):
         DONE = "done"
         RESTORED = "restored"
 
-    #: Those of a tenant that is marked for deletion.
+    #: The states of a tenant that is marked for deletion.
     OPEN = (Status.SCHEDULED, Status.RUNNING)
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
@@ -42,14 +42,14 @@ class TenantDeletion(models.Model):
     restored_at = models.DateTimeField(null=True)
     #: The names of the steps that are done.
     steps = models.JSONField(default=list)
-    #: What was deleted: number of rows by table, of objects, people and Redis keys.
+    #: Numbers of deleted rows by table, of objects, people and Redis keys.
     counts = models.JSONField(default=dict)
-    #: Of the deleted objects.
+    #: Bytes of the deleted objects.
     num_bytes = models.BigIntegerField(default=0)
-    #: What the last try failed with; empty: nothing.
+    #: The error of the last attempt; empty: none.
     error = models.CharField(max_length=500, blank=True)
-    #: Until then the task that works on it is taken to live; when it is done, the time of the next
-    #: search for what came late.
+    #: Until then the task that works on it counts as alive; when it is done, the time of the next
+    #: search for late data.
     lease_until = models.DateTimeField(null=True)
 
     class Meta:
@@ -67,7 +67,7 @@ class TenantDeletion(models.Model):
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether its grace period is not over, also where no task has taken it up yet."""
+        """Return whether its grace period is not over and no task has begun."""
         # Not by the clock alone: that of another machine may be behind.
         now = max(timezone.now(), self.requested_at)
         return self.status == self.Status.SCHEDULED and now < self.due_at

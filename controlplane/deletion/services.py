@@ -1,7 +1,7 @@
 """Delete versions, adapters and datasets of the tenant in scope.
 
-What still uses one is named in the error, a 409; with `is_forced` it is ended first: schedules are
-deleted, and training runs cancelled. A run that publishes its result cannot be cancelled.
+A 409 names what still uses one; with `is_forced` the users are ended first: schedules are deleted,
+and training runs cancelled. A run that publishes its result cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from controlplane.training import saved_states, sources, versions
 from controlplane.training import services as training
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 
-#: Its module imports the one that this imports.
+#: A string, because its module imports one that this module imports.
 REMOVE_TASK = "controlplane.adapters.tasks.deleted_versions_remove"
 _SHOWN = 5
 
@@ -89,7 +89,7 @@ def _end_users(
     is_forced: bool,
     others: Sequence[str] = (),
 ) -> None:
-    """End what uses it; raise Conflict if that is not wanted, or not possible."""
+    """End everything that uses it; raise Conflict if that is not allowed, or not possible."""
     active = list(runs.filter(status__in=TrainingRun.ACTIVE).order_by("created_at"))
     found = list(schedules.select_related("adapter"))
     names = [*others]
@@ -98,20 +98,23 @@ def _end_users(
     if others or (names and not is_forced):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise Conflict(
-            f"{what} is used by {', '.join(names[:_SHOWN])}{more}. End that first, or repeat the "
+            f"{what} is used by {', '.join(names[:_SHOWN])}{more}. End them first, or repeat the "
             "request with ?force=true.",
             code="in_use",
         )
     for run in active:
         if run.status == TrainingRun.Status.PUBLISHING:
-            raise Conflict(f"The training run {run.pk} is publishing its result.", code="in_use")
+            raise Conflict(
+                f"The training run {run.pk} is publishing its result: try again in a minute.",
+                code="in_use",
+            )
         training.training_run_cancel(run=run)
     for schedule in found:
         training.schedule_delete(adapter=schedule.adapter)
 
 
 def _remove_soon() -> None:
-    """Have the bytes removed when the gateways have forgotten the version; else the sweep does."""
+    """Queue the removal of the bytes once no gateway knows the version; the sweep repeats it."""
     countdown = deletion.SETTLED.total_seconds() + 1
     try:
         signature(REMOVE_TASK).apply_async(countdown=countdown, queue="ingest")

@@ -39,30 +39,30 @@ from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.totals import usage_forget_names
 from controlplane.usage.training import training_usage_forget_names
 
-#: Running work has so long to end.
+#: Time that running work has to end.
 PATIENCE = dt.timedelta(minutes=15)
 _ROWS = 1000
 _OBJECTS = 500
 _SCAN = 1000
 _T = TypeVar("_T")
 
-#: What stays of a tenant, and why.
+#: Tables whose rows stay after a deletion, and why.
 KEPT: dict[type[TenantModel], str] = {
     AuditEvent: "the trail is a chain of hashes: nobody can take events out",
     TrainingUsage: "bills: tokens and seconds of trainings, without names of adapters",
     UsageDay: "bills: tokens by day and base model, without names of adapters and keys",
 }
 
-#: Note that the task lives, between two pieces of a step.
+#: Note that the task is alive, between two pieces of a step.
 Beat = Callable[[], None]
 
 
 class NotYet(Exception):
-    """The step waits for something; the next turn goes on."""
+    """The step waits for something; the next turn continues."""
 
 
 def work_end(deletion: TenantDeletion, beat: Beat) -> None:
-    """Cancel runs and batches, delete schedules, and wait for what is under way."""
+    """Cancel runs and batches, delete schedules, and wait for running requests."""
     for run in TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE, cancel_requested=False):
         with contextlib.suppress(Conflict):  # it publishes, and ends soon
             training.training_run_cancel(run=run)
@@ -175,7 +175,7 @@ def _jobs(client: Any, deletion: TenantDeletion) -> Iterator[tuple[bytes, bytes 
 
 
 def usage_sum_up(deletion: TenantDeletion, beat: Beat) -> None:
-    """Keep of the usage what bills need: tokens by day and base model."""
+    """Keep the totals that bills need: tokens by day and base model."""
     current = AliasRevision.objects.filter(is_current())
     bases = dict(current.values_list("alias__name", "base_model__name"))
     bases |= dict(Adapter.objects.values_list("name", "base_model__name"))
@@ -185,7 +185,7 @@ def usage_sum_up(deletion: TenantDeletion, beat: Beat) -> None:
 
 def rows_delete(deletion: TenantDeletion, beat: Beat) -> None:
     """Delete the tenant's rows in every table but `KEPT`."""
-    Adapter.objects.update(live_version=None)  # the one circle of references
+    Adapter.objects.update(live_version=None)  # the only circular reference
     for model in tenant_models():
         while True:
             beat()

@@ -21,7 +21,7 @@ Status = TenantDeletion.Status
 
 @transaction.atomic
 def tenant_delete(*, tenant: Tenant, confirm: str, grace_days: int | None = None) -> TenantDeletion:
-    """Suspend a tenant and have it deleted for good after a grace period.
+    """Suspend a tenant, and schedule its deletion after a grace period.
 
     confirm     the tenant's slug, typed again
     grace_days  None: the setting's; 0: none, so that nobody can undo it
@@ -61,8 +61,8 @@ def tenant_restore(*, tenant: Tenant) -> Tenant:
         raise Conflict(f"{tenant.slug} is not being deleted.")
     if not deletion.can_be_undone:
         raise Conflict(
-            f"The grace period of {tenant.slug} is over: its data is being deleted, and nobody can "
-            "undo it.",
+            f"The grace period of {tenant.slug} is over: its data is being deleted, which cannot "
+            "be undone.",
             code="grace_period_over",
         )
     deletion.status = Status.RESTORED
@@ -81,7 +81,7 @@ def tenant_id_of(name: str) -> uuid.UUID:
     deletion = TenantDeletion.objects.filter(slug=name).order_by("-requested_at").first()
     if deletion is not None:
         return deletion.tenant_id
-    raise NotFound(f"There is no tenant {name}, and none was deleted.")
+    raise NotFound(f"There is no tenant {name}, nor a deleted one.")
 
 
 def _set_status(tenant: Tenant, status: Tenant.Status) -> None:

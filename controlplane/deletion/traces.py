@@ -1,4 +1,4 @@
-"""What is left of a tenant in PostgreSQL, the object store and Redis."""
+"""The traces of a tenant in PostgreSQL, the object store and Redis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAGE = 500
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traces:
-    """Counts of what names a tenant."""
+    """Counts of rows, objects and keys that name a tenant."""
 
     tenant_id: str
-    #: Of its row in `tenants_tenant`; "" when there is none.
+    #: The status in its row in `tenants_tenant`; "" when there is none.
     status: str
-    #: By table.
+    #: Rows by table.
     rows: dict[str, int]
     #: Rows that stay, by table.
     kept: dict[str, int]
@@ -39,12 +39,12 @@ class Traces:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is left but what stays."""
+        """Return whether only the rows that must stay are left."""
         return not (self.rows or self.objects or self.unfinished_writes or self.redis_keys)
 
 
 def tenant_traces(tenant_id: uuid.UUID) -> Traces:
-    """Look everywhere. Reads the names of all Redis keys, and all its records: it takes a while.
+    """Look everywhere. Reads the names of all Redis keys, and all its records: it is slow.
 
     Raises storage.STORAGE_ERRORS, Unavailable without Redis.
     """
@@ -73,8 +73,8 @@ def _redis_keys(wanted: bytes) -> list[str]:
     with redis_client() as client:
         keys = client.scan_iter(count=_SCAN)
         found = {key for key in keys if wanted in key or _holds(client, key, wanted)}
-    # Only the time of the last change: while the database is away, it keeps what gateways still
-    # know of the tenant from being used. It ends by itself.
+    # Only the time of the last change, which expires: while the database is away, gateways do
+    # not use older knowledge of the tenant.
     found.discard(moved_key(wanted.decode()).encode())
     return sorted(key.decode(errors="replace") for key in found)
 

@@ -2,7 +2,7 @@
 
 The requests go through the fair queue as the tenant's own, after interactive ones; they are limited
 and billed like the playground's, under `ENDPOINT`. Answers are greedy, with a seed. An expected
-answer is scored as it is learned: the chat template's tokens after the prompt, up to the one that
+answer is scored by the tokens that training learns: those after the prompt, up to the one that
 ends the turn, each given all before it. `worker.batch_training.judging` scores the same tokens:
 evaluations with `scored_in` have its scores, and no worker is asked for them (`batch_scores`).
 """
@@ -29,20 +29,20 @@ from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role, Tenant
 
-#: What the request log and usage show as the address of these requests.
+#: Name of these requests' address in the request log and in usage.
 ENDPOINT = "/api/v1/evaluations"
-#: Of one request.
+#: Time limit of one request.
 TIMEOUT_S = 120.0
-#: Cases that are asked at a time.
+#: Number of cases that are asked at a time.
 CONCURRENCY = 8
-#: Of an answer; the rest is cut off.
+#: Largest stored length of an answer; the rest is cut off.
 MAX_OUTPUT_CHARS = 32_000
 _WATCH_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a model made of a case; `error`: why it made nothing."""
+    """A model's answer to a case; `error`: why there is none."""
 
     case: Case
     output: str = ""
@@ -53,11 +53,11 @@ class Asked:
 
 
 class Stopped(Exception):
-    """The evaluation is no longer this process's."""
+    """Another process has the evaluation, or it was cancelled."""
 
 
 def principal_of(tenant: Tenant) -> Principal:
-    """Return the tenant itself as a caller: nobody's key or session is needed later."""
+    """Return the tenant itself as a caller, so that no key or session is needed later."""
     return Principal(tenant=tenant, role=Role.DEVELOPER)
 
 
@@ -77,7 +77,7 @@ def caller_of(principal: Principal, model: str) -> Caller:
 
 
 def served_name(model: ServedModel) -> str:
-    """Return the exact name of what answers; two that answer alike have the same one."""
+    """Return the exact name of the answering model; models that answer alike have the same one."""
     if not model.parts:
         return f"{model.base_model.name} {model.base_model.revision[:12]}"
     name = " + ".join(
@@ -143,7 +143,7 @@ async def _asked(evaluation: Evaluation, caller: Caller, case: Case) -> Asked:
     except ApiError as error:
         if error.status >= 500 or error.status in (402, 404, 408, 409, 425, 429):
             raise
-        # The expected answer may be too long for the context, and the answer that was checked not.
+        # The expected answer may exceed the context although the generated one did not.
         if not is_answered:
             return dataclasses.replace(asked, error=error.message[:500])
     return asked
@@ -199,12 +199,12 @@ def turn_end(told: Sequence[Mapping[str, Any]]) -> int:
     """
     end = len(told)
     while end and told[end - 1]["bytes"] and not told[end - 1]["token"].strip():
-        end -= 1  # a special token, which has no bytes, is no blank
+        end -= 1  # a special token has no bytes and is not a blank
     return end
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two prompts begin with alike."""
+    """Return the length of the common beginning of two prompts, in tokens."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return number
@@ -212,7 +212,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _without_grammar(job: GenerateJob) -> GenerateJob:
-    """An alias's schema is for its answers; the token that is generated here is nobody's."""
+    """Drop an alias's schema, because the token that is generated here is no answer."""
     return dataclasses.replace(job, json_schema=None, decoding_schema=None, is_strict=False)
 
 
@@ -270,4 +270,4 @@ async def _within(work: Awaitable[None], seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await work
     except TimeoutError as error:
-        raise Unavailable("No worker answered in time.") from error
+        raise Unavailable("No worker answered in time: try again later.") from error

@@ -1,9 +1,9 @@
-"""Log-probabilities that the batch which trained a version computed, instead of serving workers.
+"""Log-probabilities computed by the batch that trained a version, instead of serving workers.
 
 While a run is trained, its folder has the expected answers of the suite of its adapter's gate, and
-the version that is live. The child scores them under both (`worker.batch_training.judging`). The
-gate's two evaluations take the scores, if all that they are of is still what is compared. Both do
-or neither does: in another program the same model's numbers differ in their last digits.
+the live version. The child scores the answers under both (`worker.batch_training.judging`). The
+gate's two evaluations take these scores if version, live version and suite are still the same. Both
+do or neither, because another program computes other last digits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from controlplane.training.judging import NothingGiven
 from controlplane.training.lease import while_held
 from controlplane.training.models import TrainingRun
 
-#: Of an adapter, the newest.
+#: Number of an adapter's newest scores that are kept.
 MAX_KEPT = 5
 
 
 class ScoresGone(Exception):
-    """An evaluation's scores are no longer there, or not of what answers."""
+    """An evaluation's scores are deleted, or are of other versions."""
 
 
 class GateJudge:
-    """`training.judging.Judge`: what the gate will compare the run's version by."""
+    """The `training.judging.Judge` that scores the run's version for the gate."""
 
     def wants(self, run: TrainingRun) -> bool:
         gated = Adapter.objects.filter(
@@ -58,7 +58,7 @@ class GateJudge:
             suite = suite_get(name=str(adapter.gate.get("suite")))
             suite_version = suite_version_get(suite=suite)
         except NotFound as error:
-            raise NothingGiven("the gate's suite is not there") from error
+            raise NothingGiven("the gate's suite does not exist") from error
         if not _expecting(suite_version).exists():
             raise NothingGiven("no case has an expected answer")
         given = Given(
@@ -82,10 +82,10 @@ class GateJudge:
         rows = SuiteVersion.objects.select_for_update(no_key=True).select_related(None)
         suite_version = rows.filter(pk=given.suite_version).first()
         if suite_version is None:
-            return "the suite is gone"
+            return "the suite was deleted"
         num = _expecting(suite_version).count()
         if len(scores.candidate) != num:
-            return f"it has {len(scores.candidate)} scores, and the suite {num} expected answers"
+            return f"it has {len(scores.candidate)} scores for {num} expected answers"
         if BatchScores.objects.filter(version=version).exists():
             return ""  # a commit whose answer was lost
         BatchScores.objects.create(
@@ -113,9 +113,9 @@ def _forget_old(version: AdapterVersion) -> None:
 def matching(
     version: AdapterVersion, live: AdapterVersion, suite_version: SuiteVersion
 ) -> tuple[BatchScores | None, str]:
-    """Return the scores by which two versions of an adapter can be compared; or None.
+    """Return the scores with which two versions of an adapter can be compared, or None.
 
-    -> also why not, if there are scores, but of something else
+    -> also the reason, if there are scores but they do not fit
     """
     scores = BatchScores.objects.filter(version=version).first()
     if scores is None:
@@ -142,9 +142,9 @@ def scores_for(evaluation: Evaluation, digest: str) -> dict[int, Score]:
     assert evaluation.scored_in is not None
     scores = BatchScores.objects.filter(pk=evaluation.scored_in).first()
     if scores is None:
-        raise ScoresGone("The scores of its batch are gone.")
+        raise ScoresGone("The scores of its batch were deleted: evaluate again.")
     if digest not in (scores.digest, scores.live_digest):
-        raise ScoresGone("The scores of its batch are of other versions.")
+        raise ScoresGone("The scores of its batch are of other versions: evaluate again.")
     found = scores.candidate if digest == scores.digest else scores.live
     positions = _expecting(evaluation.suite_version).values_list("position", flat=True)
     return {
@@ -163,9 +163,9 @@ def _answers(suite_version: SuiteVersion) -> Iterator[ExpectedAnswer]:
 
 
 def answer_of(case: Case) -> ExpectedAnswer:
-    """Return what is scored of a case: messages as `asking` has the template render them.
+    """Return the scored part of a case, messages as `asking` renders them.
 
-    Raises NothingGiven for a case that no request may have any more.
+    Raises NothingGiven for a case that is no longer a valid request.
     """
     try:
         body = make_body(ChatBody, model="any", messages=case.messages)
@@ -175,7 +175,7 @@ def answer_of(case: Case) -> ExpectedAnswer:
 
 
 def _cases_sha256(suite_version: SuiteVersion) -> str:
-    """Return the digest of a suite's expected answers; "" if they could not be given to a batch."""
+    """Return the digest of a suite's expected answers; "" if a batch cannot score them."""
     try:
         return judging.cases_sha256(answer.as_line() for answer in _answers(suite_version))
     except NothingGiven:

@@ -1,11 +1,11 @@
 """Bounds of the mean of paired differences, for few and for skewed values. Pure functions.
 
-The lower bound is a quantile of the Bayesian bootstrap of the values and one more, the worst that
-is possible. Of yes-or-no values this is Clopper and Pearson's exact bound; of others it is Gaffke's
+The lower bound is a quantile of the Bayesian bootstrap of the values and of the worst value that
+is possible. For yes-or-no values this is Clopper and Pearson's exact bound, for others Gaffke's
 ("Three test statistics for a nonparametric one-sided hypothesis on the mean of a nonnegative
 variable", 2005). So a list of equal values has no interval of width 0: fifty cases without a
 difference do not show that there is none. The quantile is computed from the first three moments of
-the Dirichlet weights (Cornish and Fisher), not by drawing: the same values give the same bound.
+the Dirichlet weights (Cornish and Fisher), without random draws, so equal values give equal bounds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NORMAL = NormalDist()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The mean of `num` values, with a bound on each side that holds but for `alpha`.
+    """The mean of `num` values, with a bound on each side, each with an error of `alpha`.
 
     smallest_drop  the minimum detectable effect: a true drop of this size is shown to be one with
-                   the power that was asked for
+                   the wanted power
     """
 
     num: int
@@ -36,7 +36,7 @@ class Interval:
 def interval(
     values: Sequence[float], *, worst: float, best: float, alpha: float, power: float
 ) -> Interval:
-    """Return the interval of the mean of values between `worst` and `best`; not of none."""
+    """Return the interval of the mean of one or more values between `worst` and `best`."""
     mean = sum(values) / len(values)
     low, _ = lower_bound(values, worst, alpha)
     negative, error = lower_bound([-value for value in values], -best, alpha)
@@ -59,7 +59,7 @@ def lower_bound(values: Sequence[float], worst: float, alpha: float) -> tuple[fl
     if variance <= 0:
         return mean, 0.0
     third = 2 * sum(d * d * d for d in deviations) / (num * (num + 1) * (num + 2))
-    # A long tail on the good side makes the bound no tighter.
+    # A long tail on the good side must not make the bound tighter.
     skew = max(-2.0, min(0.0, third / variance**1.5))
     z = _NORMAL.inv_cdf(alpha)
     error = math.sqrt(variance)

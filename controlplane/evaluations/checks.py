@@ -33,11 +33,11 @@ from controlplane.tenants.models import is_slug
 MAX_CHECKS = 8
 MAX_TEXT_CHARS = 4000
 MAX_SCHEMA_CHARS = 16_000
-#: Of a JSON value; more are not compared.
+#: Largest number of a JSON value's fields; values with more are not compared.
 _MAX_FIELDS = 2000
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NGRAM = 3
-#: Fields of each type of check, and whether they are needed.
+#: Fields of each type of check, and whether they are required.
 _FIELDS: dict[str, dict[str, bool]] = {
     "exact": {},
     "contains": {"value": False},
@@ -47,7 +47,7 @@ _FIELDS: dict[str, dict[str, bool]] = {
     "similarity": {"by": False},
     "judge": {"judge": True, "rubric": False},
 }
-#: These compare with the case's expected answer.
+#: Types that compare with the case's expected answer.
 NEED_EXPECTED = ("exact", "json_f1", "similarity")
 
 Check = Mapping[str, Any]
@@ -56,7 +56,7 @@ Check = Mapping[str, Any]
 def checked(checks: Any, param: str, *, has_expected: bool) -> list[dict[str, Any]]:
     """Return a case's checks as they are stored. Raises InvalidRequest naming the field."""
     if not isinstance(checks, list) or len(checks) > MAX_CHECKS:
-        raise InvalidRequest(f"checks is a list of at most {MAX_CHECKS}.", param=param)
+        raise InvalidRequest(f"checks must be a list of at most {MAX_CHECKS}.", param=param)
     return [
         _checked(check, f"{param}.{number}", has_expected=has_expected)
         for number, check in enumerate(checks)
@@ -67,17 +67,24 @@ def _checked(check: Any, param: str, *, has_expected: bool) -> dict[str, Any]:
     kind = check.get("type") if isinstance(check, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
         known = ", ".join(_FIELDS)
-        raise InvalidRequest(f"A check's type is one of {known}.", param=f"{param}.type")
+        raise InvalidRequest(f"A check's type must be one of {known}.", param=f"{param}.type")
     fields = _FIELDS[kind]
     for name in check:
         if name != "type" and name not in fields:
-            raise InvalidRequest(f"{kind} has no such field.", param=f"{param}.{name[:60]}")
+            raise InvalidRequest(
+                f"A check of type {kind} has no such field: remove it.",
+                param=f"{param}.{name[:60]}",
+            )
     for name, is_needed in fields.items():
         if is_needed and name not in check:
-            raise InvalidRequest(f"{kind} needs it.", param=f"{param}.{name}")
+            raise InvalidRequest(
+                f"A check of type {kind} needs this field.", param=f"{param}.{name}"
+            )
     needs_answer = kind in NEED_EXPECTED or (kind == "contains" and "value" not in check)
     if needs_answer and not has_expected:
-        raise InvalidRequest(f"{kind} compares with `expected`, which is empty.", param=param)
+        raise InvalidRequest(
+            f"A check of type {kind} compares with `expected`: set it.", param=param
+        )
     for name in fields.keys() & check.keys():
         _check_field(name, check[name], f"{param}.{name}")
     return dict(check)
@@ -88,29 +95,33 @@ def _check_field(name: str, value: Any, param: str) -> None:
         _check_schema(value, param)
         return
     if not isinstance(value, str) or not value or len(value) > MAX_TEXT_CHARS or "\0" in value:
-        raise InvalidRequest(f"It is a text of 1 to {MAX_TEXT_CHARS} characters.", param=param)
+        raise InvalidRequest(
+            f"This must be a text of 1 to {MAX_TEXT_CHARS} characters.", param=param
+        )
     if name == "pattern":
         try:
             read_pattern(value)
         except BadPattern as error:
             raise InvalidRequest(f"The pattern {error}.", param=param) from error
     elif name == "by" and value not in ("tokens", "characters"):
-        raise InvalidRequest("by is tokens or characters.", param=param)
+        raise InvalidRequest("by must be tokens or characters.", param=param)
     elif name == "judge" and not is_slug(value):
-        raise InvalidRequest("It is the name of a judge.", param=param)
+        raise InvalidRequest("This must be the name of a judge.", param=param)
 
 
 def _check_schema(schema: Any, param: str) -> None:
     if not isinstance(schema, dict) or len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
         raise InvalidRequest(
-            f"It is an object of at most {MAX_SCHEMA_CHARS} characters.", param=param
+            f"This must be an object of at most {MAX_SCHEMA_CHARS} characters.", param=param
         )
     try:
         plan(schema)
     except BadSchema as error:
         raise InvalidRequest(f"The schema {error}.", param=param) from error
     if any(name in ("pattern", "patternProperties") for name in _names(schema)):
-        raise InvalidRequest("A schema has no patterns here: use a check regex.", param=param)
+        raise InvalidRequest(
+            "A schema cannot have patterns here: add a check of type regex.", param=param
+        )
 
 
 def _names(value: Any) -> Iterator[str]:
@@ -129,7 +140,7 @@ def scores(
     expected: str,
     search: Callable[[str, str], bool],
 ) -> list[float | None]:
-    """Return the score of each check; None of a judge's, which is asked later.
+    """Return the score of each check; None for a judge's, which is asked later.
 
     search  (pattern, text) -> whether the pattern is found in the text
     """
@@ -163,7 +174,7 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def json_f1(output: str, expected: str) -> float:
-    """Return the F1 of the fields of two JSON texts; 0 if the answer is no JSON."""
+    """Return the F1 of the fields of two JSON texts; 0 if the answer is not JSON."""
     try:
         found, wanted = _fields(_parsed(output)), _fields(_parsed(expected))
     except (ValueError, RecursionError):
@@ -172,13 +183,13 @@ def json_f1(output: str, expected: str) -> float:
 
 
 def obeys(output: str, schema: dict[str, Any]) -> bool:
-    """Whether an answer is JSON that obeys a checked schema."""
+    """Return whether an answer is JSON that obeys a checked schema."""
     base: Any = jsonschema.Draft202012Validator
     types = base.TYPE_CHECKER.redefine("integer", lambda _, value: is_integer(value))
     kind: Any = jsonschema.validators.extend(base, {"multipleOf": _multiple_of}, type_checker=types)
     try:
         exact = json.loads(json.dumps(schema), parse_float=read_decimal)
-        # A registry of its own: jsonschema's would fetch the URL of a reference from the network.
+        # An empty registry: jsonschema's default would fetch a reference's URL from the network.
         return bool(kind(exact, registry=REGISTRY).is_valid(_parsed(output, read_decimal)))
     except (ValueError, RecursionError, ArithmeticError, jsonschema.exceptions.SchemaError):
         return False

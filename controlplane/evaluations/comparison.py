@@ -13,10 +13,10 @@ from controlplane.evaluations.models import Case, Evaluation, Result
 from controlplane.evaluations.suites import may_read
 from controlplane.tenants.auth import Principal
 
-#: Of each side: together they hold in 95 % of all comparisons.
+#: Error of each side: both bounds together hold in 95 % of all comparisons.
 ALPHA = 0.025
 POWER = 0.9
-#: Cases that are shown: those that changed most.
+#: Number of shown cases: those that changed most.
 MAX_CHANGED = 20
 _METHOD = (
     "Of the differences case by case: bounds of the Bayesian bootstrap with one more, worst case "
@@ -37,9 +37,9 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case and both answers.
+    """One case and its two answers.
 
-    is_scored_alike  whether both log-probabilities are of one program
+    is_scored_alike  whether one program computed both log-probabilities
     """
 
     case: Case
@@ -70,12 +70,15 @@ class Comparison:
 
 
 def evaluations_compare(before: Evaluation, after: Evaluation, *, by: Principal) -> Comparison:
-    """Return what differs; without the answers that changed if `by` may not read them.
+    """Return the differences, without the changed answers if `by` may not read them.
 
     Raises Conflict unless both have ended well, on the same cases.
     """
     if before.suite_version_id != after.suite_version_id:
-        raise Conflict("They ran different versions of a suite.", code="suites_differ")
+        raise Conflict(
+            "The evaluations ran different versions of a suite: choose two of one version.",
+            code="suites_differ",
+        )
     for evaluation in (before, after):
         if evaluation.status != Evaluation.Status.SUCCEEDED:
             raise Conflict(

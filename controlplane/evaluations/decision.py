@@ -22,11 +22,11 @@ from statistics import NormalDist
 
 from controlplane.evaluations.bounds import Interval, interval
 
-#: A case counts for at most so much, so that one unlikely token does not decide.
+#: Largest weight of a case in nats, so that one unlikely token does not decide.
 MAX_NATS = 1.0
-#: With fewer cases nothing is decided.
+#: Least number of cases for a decision.
 MIN_CASES = 10
-#: Of a slice; smaller ones are judged with the rest alone.
+#: Least number of cases for a slice's own decision.
 MIN_SLICE = 5
 
 
@@ -43,7 +43,7 @@ class Metric(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """When a difference matters.
+    """The differences that matter.
 
     score_drop    of the mean score, which is from 0 to 1
     logprob_drop  of the log-probability of a token, in nats: 0.1 is a perplexity of 10 % more
@@ -78,7 +78,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one metric says, of all cases or of one slice."""
+    """The result of one metric, for all cases or one slice."""
 
     metric: Metric
     slice: str
@@ -106,7 +106,7 @@ class Decision:
 
 
 def decide(pairs: Sequence[Pair], policy: Policy) -> Decision:
-    """Return what to do with the new version, and why."""
+    """Return the decision on the new version, with its reasons."""
     kept = [pair for pair in pairs if not pair.is_leaked]
     num_leaked = len(pairs) - len(kept)
     findings = _findings(kept, policy)
@@ -182,7 +182,7 @@ def _finding(
 
 
 def differences(pairs: Iterable[Pair], metric: Metric) -> Iterable[float]:
-    """Yield the new version's value less the live one's, of the cases that have both."""
+    """Yield the new version's value less the live one's, for the cases that have both."""
     for pair in pairs:
         new, live = (
             (pair.score, pair.live_score)
@@ -216,8 +216,8 @@ def _worse(finding: Finding) -> str:
     where = f" of the slice {finding.slice}" if finding.slice else ""
     found = finding.interval
     return (
-        f"It is worse: the mean {name}{where} falls by {-found.mean:.3f}{unit}, by "
-        f"{-found.high:.3f} at least ({_cases(found.num)})."
+        f"It is worse: the mean {name}{where} falls by {-found.mean:.3f}{unit}, by at least "
+        f"{-found.high:.3f} ({_cases(found.num)})."
     )
 
 
@@ -225,7 +225,7 @@ def _unclear(finding: Finding, policy: Policy) -> str:
     name, unit = _CALLED[finding.metric]
     found = finding.interval
     normal = NormalDist()
-    # Of normal values with this spread; skewed ones need more.
+    # The number for normal values with this spread; skewed ones need more.
     error = (found.mean - found.low) / -normal.inv_cdf(policy.alpha)
     z = normal.inv_cdf(policy.power) - normal.inv_cdf(policy.alpha)
     needed = math.ceil(found.num * (z * error / finding.drop) ** 2)

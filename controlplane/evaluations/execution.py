@@ -1,9 +1,9 @@
 """Do the work of evaluations, in short turns.
 
-A turn takes the evaluation of the tenant whose turn it is, under a lease with the number of its
-attempt, and writes the results of a few cases at a time. A process that is killed loses the cases
-it was asking for, and nothing else: the next turn asks for those without a result. Between turns
-the inspector does its other work.
+A turn takes the next evaluation of the next tenant, under a lease with the number of its attempt,
+and writes the results of a few cases at a time. A killed process loses only the cases that it was
+asking: the next turn asks the cases without a result. Between turns the inspector does its other
+work.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ log = logging.getLogger(__name__)
 
 Status = Evaluation.Status
 
-#: A turn begins no more cases after so long.
+#: Time after which a turn begins no more cases.
 TURN_S = 15.0
 JUDGE_TURN_S = 5.0
-#: Cases whose results are written together.
+#: Number of cases whose results are written together.
 CHUNK = 16
 LEASE = dt.timedelta(seconds=90)
-#: A judge is asked for so long, and the next case's result is written after it.
+#: Time limit of a judge's answer, which delays the next case's result.
 JUDGE_LEASE = dt.timedelta(minutes=5)
-#: Turns in a row that got no answer; the pauses between them grow to five minutes.
+#: Number of turns in a row without an answer, with pauses up to five minutes.
 MAX_FAILURES = 30
 _PAUSE, _LONGEST_PAUSE = dt.timedelta(seconds=5), dt.timedelta(minutes=5)
 
 
 class EvaluationLease(RowLease[Evaluation]):
-    """A process's lease on the evaluation that it does."""
+    """A process's lease on its evaluation."""
 
     fence_field = "attempts"
 
 
 class Failed(Exception):
-    """The evaluation cannot go on; the message is for the tenant."""
+    """The evaluation cannot continue; the message is for the tenant."""
 
 
 def evaluate_next() -> bool:
-    """Do a turn of the evaluation that is next. -> False when none waits."""
+    """Do a turn of the next evaluation. -> False when none waits."""
     return _turn_of_next((Status.QUEUED, Status.RUNNING), Status.RUNNING, LEASE)
 
 
@@ -90,7 +90,7 @@ def _turn_of_next(before: Sequence[str], status: Status, lease: dt.timedelta) ->
             raise
         except Exception:
             log.exception("an evaluation failed", extra={"evaluation_id": str(evaluation.pk)})
-            _put_off(evaluation, "It failed; the log says why.")
+            _put_off(evaluation, "The server failed on this evaluation: send the operator its id.")
         else:
             if not is_over:
                 _pass_on(evaluation)
@@ -104,7 +104,7 @@ def claimable(statuses: Sequence[str]) -> QuerySet[Evaluation]:
 
 
 def lost(statuses: Sequence[str]) -> QuerySet[Evaluation]:
-    """Return the evaluations of the scope that no process works on, though their time has come."""
+    """Return the due evaluations of the scope that no process works on."""
     rows = Evaluation.objects.filter(status__in=statuses, lease_until__lte=timezone.now())
     return rows.order_by("lease_until")
 
@@ -126,7 +126,7 @@ def _claim(before: Sequence[str], status: Status, lease: dt.timedelta) -> Evalua
 
 
 def _evaluate(evaluation: Evaluation) -> bool:
-    """Do a turn. -> whether nothing is left for the next one. Raises ApiError, Failed, Stopped."""
+    """Do a turn. -> whether the evaluation is complete. Raises ApiError, Failed, Stopped."""
     caller = asking.caller_of(asking.principal_of(evaluation.tenant), evaluation.model)
     now_served = asking.served_name(caller.model)[:1000]
     if now_served != evaluation.served:
@@ -142,7 +142,7 @@ def _evaluate(evaluation: Evaluation) -> bool:
             with tenant_scope(evaluation.tenant_id):
                 return lease.extend(lease.rows(Status.RUNNING), LEASE)
         finally:
-            connection.close()  # the thread's own
+            connection.close()  # the thread's own connection
 
     while time.monotonic() < ends_at:
         cases = list(_left(evaluation)[:CHUNK])
@@ -156,7 +156,7 @@ def _evaluate(evaluation: Evaluation) -> bool:
 
 
 def _with_score(asked: Asked, scored: Mapping[int, Score]) -> Asked:
-    """Add the batch's score, as a worker's: a case whose request was refused has none."""
+    """Add the batch's score as a worker's; a case whose request was refused has none."""
     logprob, num_tokens = scored.get(asked.case.position, (None, 0))
     if asked.error:
         logprob, num_tokens = None, 0
@@ -253,7 +253,7 @@ def _mark(result: Result, judges: dict[str, Judge]) -> None:
             continue
         judge = judges.get(check["judge"])
         if judge is None:
-            raise Failed(f"There is no judge {check['judge']}.")
+            raise Failed(f"There is no judge {check['judge']}: make it, or change the suite.")
         try:
             result.scores[number] = mark(
                 judge,
@@ -291,7 +291,7 @@ def _put_off(evaluation: Evaluation, why: str) -> None:
 
 
 def evaluation_end(evaluation: Evaluation, status: Status, error: str = "") -> None:
-    """End an evaluation that is this process's."""
+    """End an evaluation that this process has."""
     rows = EvaluationLease(evaluation).rows(*Evaluation.ACTIVE)
     with transaction.atomic():
         ended = rows.update(

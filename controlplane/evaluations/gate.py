@@ -1,8 +1,8 @@
 """The gate: a new version is evaluated beside the live one, and the decision is carried out.
 
-A version that a training made, of an adapter whose policy is `gate`, gets a `GateDecision` as it
-becomes ready. When both evaluations have ended, `decision.decide` says what follows, and this
-module does it, once: the row is moved by compare-and-set in the transaction of the promotion.
+A training's version of an adapter with the policy `gate` gets a `GateDecision` as it becomes ready.
+When both evaluations have ended, this module applies what `decision.decide` returns, once: the row
+is moved by compare-and-set in the transaction of the promotion.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ GATE_TASK = "controlplane.evaluations.tasks.gates_decide"
 _MAX_PER_TURN = 50
 _MAX_REASONS = 20
 _RELATED = (
-    *("version__adapter__live_version", "version__adapter__base_model", "candidate", "live"),
-    *("suite_version__suite", "tenant"),
+    "version__adapter__live_version",
+    "version__adapter__base_model",
+    "candidate",
+    "live",
+    "suite_version__suite",
+    "tenant",
 )
 
 Status = GateDecision.Status
@@ -60,9 +64,9 @@ _TRAINED = (AdapterVersion.Source.TRAINING, AdapterVersion.Source.CHECKPOINT)
 
 
 def version_ready(adapter: Adapter, version: AdapterVersion, **_: Any) -> None:
-    """Begin the gate of a version that a training made, in the transaction that makes it ready.
+    """Begin the gate of a training's version, in the transaction that makes it ready.
 
-    What callers upload waits for them: they look at it, and may begin its gate.
+    Uploaded versions wait until somebody begins their gate.
     """
     if version.source != AdapterVersion.Source.TRAINING:
         return
@@ -80,14 +84,17 @@ def gate_begin(*, version: AdapterVersion) -> GateDecision:
     rows = AdapterVersion.objects.filter(pk=version.pk, status=AdapterVersion.Status.READY)
     if not rows.exists() or adapter.live_version in (None, version):
         raise Conflict(
-            "A gate is for a ready version beside a live one.", code="version_not_comparable"
+            "A gate needs a ready version that is not live, and a live one to compare with.",
+            code="version_not_comparable",
         )
     if not adapter.gate.get("suite"):
-        raise Conflict("The adapter's `gate` names no suite.", code="no_suite")
+        raise Conflict("The adapter's `gate` names no suite: set one.", code="no_suite")
     before = GateDecision.objects.filter(version=version).first()
     if before is not None:
         if before.status == Status.WAITING:
-            raise Conflict("The version is being compared.", code="gate_waiting")
+            raise Conflict(
+                "The version is being compared: wait for the result.", code="gate_waiting"
+            )
         before.delete()
     return _open(adapter, version)
 
@@ -122,7 +129,7 @@ def gates_decide() -> None:
                 if gate is not None:
                     _advance(gate)
             except RateLimited:
-                pass  # too many evaluations now: the sweep comes again
+                pass  # too many evaluations now: the next sweep tries again
             except Exception:
                 log.exception("a gate was not decided", extra={"gate_id": str(gate_id)})
 
@@ -133,7 +140,7 @@ def _advance(gate: GateDecision) -> None:
         policy = gate_policy(gate.policy)
         if gate.candidate is None or gate.live is None:
             if gate.suite_version is not None:
-                _hold(gate, "An evaluation of it was deleted.")
+                _hold(gate, "One of its evaluations was deleted.")
             else:
                 _evaluate(gate, policy)
             return
@@ -146,13 +153,17 @@ def _advance(gate: GateDecision) -> None:
                 _hold(gate, f"The evaluation of {evaluation.model} {evaluation.status}: {why}")
                 return
         if adapter.live_version is None or adapter.live_version.number != gate.live_number:
-            _hold(gate, f"Version {gate.live_number}, with which it was compared, is not live now.")
+            _hold(
+                gate, f"Version {gate.live_number}, with which it was compared, is no longer live."
+            )
             return
         _decide(gate, policy)
     except RateLimited:
         raise
     except RowsGone:
-        _hold(gate, "Its training's rows are gone: nobody can say whether it knows the cases.")
+        _hold(
+            gate, "The rows of its training were deleted, so it may have been trained on the cases."
+        )
     except ApiError as error:
         if error.status >= 500:
             raise
@@ -187,7 +198,7 @@ def _evaluation_of(
     policy: GatePolicy,
     scores: BatchScores | None,
 ) -> Evaluation:
-    """Return the version's evaluation: a known one, if the same program scored it.
+    """Return the version's evaluation, an earlier one if the same program scored it.
 
     scores  that both sides have their log-probabilities of; None: workers are asked for both
     """
@@ -228,7 +239,7 @@ def _answers_copy(known: Evaluation, made: Evaluation, version: AdapterVersion) 
 
 
 def _note_scores(gate: GateDecision, scores: BatchScores | None, why_not: str) -> None:
-    """Say who scores the expected answers; why_not: what the batch scored is something else."""
+    """Record who scores the expected answers; why_not: why the batch's scores do not fit."""
     source = "workers" if scores is None else "batch"
     GATE_SCORES.labels(source).inc()
     told = {"gate_id": str(gate.pk), "source": source, "why": why_not}
@@ -247,7 +258,7 @@ def _decide(gate: GateDecision, policy: GatePolicy) -> None:
     decision = decide(pairs, policy.decision)
     reasons = list(decision.reasons)
     if gate.version.source not in _TRAINED:
-        reasons.append("It was not trained here: nobody can say whether it knows the cases.")
+        reasons.append("It was not trained here, so it may have been trained on the cases.")
     outcome = {"promote": "promoted", "canary": "canary", "hold": "held"}[policy.on_pass]
     if decision.verdict != Verdict.PROMOTE:
         outcome = "held"
@@ -263,7 +274,7 @@ def _decide(gate: GateDecision, policy: GatePolicy) -> None:
                 _canary(gate, policy)
             _conclude(gate, Status(decision.verdict.value), reasons, outcome, decision)
     except Conflict as error:
-        _hold(gate, f"It passed, and could not go live: {error.message}", decision)
+        _hold(gate, f"It passed but could not go live: {error.message}", decision)
 
 
 def _hold(gate: GateDecision, why: str, decision: Decision | None = None) -> None:
@@ -285,9 +296,9 @@ def _conclude(
     outcome: str,
     decision: Decision | None,
 ) -> None:
-    """Write the decision and make the version live if it says so. Call it in a transaction.
+    """Write the decision, and make the version live if it passed. Call it in a transaction.
 
-    Raises Conflict when the version, or what is live, is another than was compared.
+    Raises Conflict when the version, or the live one, is no longer the compared one.
     """
     adapter = promotion.lock(gate.version.adapter_id)
     changes: dict[str, Any] = {
@@ -324,11 +335,11 @@ def _check_unchanged(gate: GateDecision, adapter: Adapter) -> None:
     rows = AdapterVersion.objects.filter(pk=gate.version_id, status=AdapterVersion.Status.READY)
     live = adapter.live_version
     if not rows.exists() or live is None or live.number != gate.live_number:
-        raise Conflict("the live version, or it, has changed meanwhile.")
+        raise Conflict("this version, or the live one, has changed since the comparison.")
 
 
 def _canary(gate: GateDecision, policy: GatePolicy) -> None:
-    """Let the version answer some callers of the adapter's alias, which is made if need be."""
+    """Make the version the canary of the adapter's alias, which is made if it does not exist."""
     adapter, reason = gate.version.adapter, "It passed the gate."
     canary = (Part(adapter=adapter.name, version=gate.version.number),)
     alias = Alias.objects.filter(name=adapter.name).first()

@@ -1,4 +1,4 @@
-"""What an adapter's `gate` may say: the suite, the drops that matter, and what follows a pass."""
+"""The settings in an adapter's `gate`: suite, drops that matter, consequence of a pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from controlplane.evaluations.services import MAX_TOKENS
 from controlplane.evaluations.suites import suite_get
 
 ON_PASS = ("promote", "canary", "hold")
-#: Field -> the range in which it is.
+#: Field -> its allowed range.
 _RANGES: dict[str, tuple[float, float]] = {
     "score_drop": (0.001, 1.0),
     "logprob_drop": (0.001, 10.0),
@@ -26,7 +26,7 @@ _NUMBERS = {"max_tokens": (1, MAX_TOKENS), "canary_percent": (1, 100)}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GatePolicy:
-    """A checked `gate` of an adapter.
+    """The checked `gate` of an adapter.
 
     suite           the name of the suite; its newest version counts
     on_pass         promote; canary: begin a canary of the adapter's default alias; hold: a person
@@ -47,21 +47,23 @@ class GatePolicy:
 
 
 def gate_policy(fields: Mapping[str, Any]) -> GatePolicy:
-    """Return the policy of an adapter's `gate`; what it leaves out has its default.
+    """Return the policy of an adapter's `gate`, with defaults for missing fields.
 
     Raises InvalidRequest that names the field, NotFound for the suite.
     """
     for name in fields:
         if name not in ("suite", "on_pass", *_NUMBERS, *_RANGES):
-            raise InvalidRequest("There is no such field.", param=f"gate.{str(name)[:60]}")
+            raise InvalidRequest(
+                "There is no such field: remove it.", param=f"gate.{str(name)[:60]}"
+            )
     on_pass = fields.get("on_pass", "promote")
     if on_pass not in ON_PASS:
-        raise InvalidRequest(f"It is one of {', '.join(ON_PASS)}.", param="gate.on_pass")
+        raise InvalidRequest(f"This must be one of {', '.join(ON_PASS)}.", param="gate.on_pass")
     suite = fields.get("suite", "")
     if suite is None:
         suite = ""
     if not isinstance(suite, str):
-        raise InvalidRequest("It is the name of a suite.", param="gate.suite")
+        raise InvalidRequest("This must be the name of a suite.", param="gate.suite")
     if suite:
         suite_get(name=suite, param="gate.suite")
     bounds = _NUMBERS | _RANGES

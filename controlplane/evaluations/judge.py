@@ -1,7 +1,7 @@
 """Ask a judge for its mark: a model behind any OpenAI-compatible endpoint that a tenant names.
 
-All calls go through `infra.outbound`, so no judge is inside this network. The key is encrypted, and
-read only where the call is made.
+All calls go through `infra.outbound`, so that no judge is inside this network. The key is stored
+encrypted, and read only for the call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ The answer to mark:
 {output}
 
 Reply with one number from 0 (useless) to 10 (perfect), and nothing else."""
-#: The same call may succeed later.
+#: Statuses after which the same call may succeed later.
 _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
@@ -59,7 +59,7 @@ class JudgeFailed(Exception):
 
 
 class NoMark(JudgeFailed):
-    """The judge answered something else than a mark."""
+    """The judge's answer is not a mark."""
 
 
 def judge_get(*, name: str, param: str | None = None) -> Judge:
@@ -76,9 +76,9 @@ def judge_set(
 ) -> Judge:
     """Make or replace a judge.
 
-    api_key  "": none; None: that of before, which is for the address of before alone
+    api_key  "": none; None: keep the stored one, if the address stays, too
     Raises InvalidRequest for an address that may not be called, PermissionDenied if suites with
-    words of requests name it and `by` may not read these: they are sent to its address.
+    words of requests name it and `by` may not read these: they would be sent to its address.
     """
     check_unbound(_SHARED)
     if not is_slug(name):
@@ -89,16 +89,21 @@ def judge_set(
     except Refused as error:
         raise InvalidRequest(str(error), param="url") from error
     if not _KEY.fullmatch(api_key or ""):
-        raise InvalidRequest("It is at most 500 visible ASCII characters.", param="api_key")
+        raise InvalidRequest("A key has at most 500 visible ASCII characters.", param="api_key")
     asked = Case.objects.filter(checks__contains=[{"type": "judge", "judge": name}])
     if asked.filter(suite_version__has_requests=True).exists():
         authorize(by, Permission.REQUESTS_CONTENT)
     known = Judge.objects.select_for_update().filter(name=name).first()
     if known is None and Judge.objects.count() >= MAX_JUDGES:
-        raise Conflict(f"A tenant can have at most {MAX_JUDGES} judges.", code="too_many_judges")
+        raise Conflict(
+            f"A tenant can have at most {MAX_JUDGES} judges: delete one first.",
+            code="too_many_judges",
+        )
     fields: dict[str, Any] = {"url": url, "model": model}
     if api_key is None and known is not None and known.url != url:
-        raise InvalidRequest("Give the key for the new address, or an empty one.", param="api_key")
+        raise InvalidRequest(
+            "A new address needs its own key: set api_key, which may be empty.", param="api_key"
+        )
     if api_key is not None or known is None:
         fields["sealed"] = peppered_cipher(_PURPOSE).encrypt((api_key or "").encode())
     judge, is_new = Judge.objects.update_or_create(name=name, defaults=fields)
@@ -109,19 +114,19 @@ def judge_set(
 
 @transaction.atomic
 def judge_delete(*, judge: Judge) -> None:
-    """Delete a judge; runs that still need it fail."""
+    """Delete a judge; evaluations that still need it fail."""
     check_unbound(_SHARED)
     record("deleted", judge, before={"name": judge.name, "url": judge.url})
     judge.delete()
 
 
 def is_current(sealed: bytes) -> bool:
-    """Whether a key can be read under the current pepper."""
+    """Return whether a key can be read under the current pepper."""
     return is_under_current_pepper(_PURPOSE, sealed)
 
 
 def renewed(sealed: bytes) -> bytes | None:
-    """Return a key under the current pepper; None if it can no longer be read."""
+    """Return a key encrypted under the current pepper; None if it can no longer be read."""
     try:
         return peppered_cipher(_PURPOSE).rotate(sealed)
     except InvalidToken:
@@ -159,9 +164,11 @@ def _called(url: str, headers: dict[str, str], body: bytes) -> bytes:
                 )
             return answer.read()
     except Refused as error:
-        raise JudgeFailed(f"Its address may not be called: {error}", is_final=True) from error
+        raise JudgeFailed(
+            f"The judge's address may not be called: {error}", is_final=True
+        ) from error
     except CallFailed as error:
-        raise JudgeFailed(f"It was not reached: {error}", is_final=False) from error
+        raise JudgeFailed(f"The judge could not be reached: {error}", is_final=False) from error
 
 
 def _mark_in(answer: bytes) -> float:
@@ -169,7 +176,7 @@ def _mark_in(answer: bytes) -> float:
         text = json.loads(answer)["choices"][0]["message"]["content"]
         found = _MARK.search(text)
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise JudgeFailed("Its answer is no chat completion.", is_final=True) from None
+        raise JudgeFailed("The judge's answer is not a chat completion.", is_final=True) from None
     if found is None or not 0 <= float(found[0]) <= 10:
-        raise NoMark("It gave no number from 0 to 10.", is_final=True)
+        raise NoMark("The judge gave no number from 0 to 10.", is_final=True)
     return float(found[0]) / 10

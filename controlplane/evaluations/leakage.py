@@ -1,7 +1,7 @@
 """Find cases whose prompts are among the rows that a version was trained on.
 
-Such a case tells what the version knows by heart. Prompts are compared without regard to case,
-blanks and Unicode's forms; a prompt is what comes before any answer of the assistant.
+The version may know the answer to such a case by heart. Prompts are compared without regard to
+case, blanks and Unicode's forms; a prompt is all messages before the first answer of the assistant.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from controlplane.infra import storage
 from controlplane.training import contents
 from controlplane.training.models import TrainingRun
 
-#: Of versions that begin from each other. A dataset that grows has most rows of those before.
+#: Number of ancestors of a version that are searched: a growing dataset has their rows, too.
 MOST_GENERATIONS = 8
 
-#: Each message's role and text.
+#: The role and text of each message.
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -47,7 +47,7 @@ def prompt_digest(messages: Messages) -> str:
 
 
 def digests_of_rows(rows: Iterable[Row | chat_rows.Problem]) -> Iterator[str]:
-    """Yield the digests of the prompts in rows of a dataset, some of them more than once."""
+    """Yield the digests of the prompts in a dataset's rows, some of them repeatedly."""
     for row in rows:
         if not isinstance(row, chat_rows.Problem):
             for end in _ends(row):
@@ -55,17 +55,17 @@ def digests_of_rows(rows: Iterable[Row | chat_rows.Problem]) -> Iterator[str]:
 
 
 def _ends(row: Row) -> Iterator[int]:
-    for number, message in enumerate(row.messages):  # a completion has none, and no case is one
+    for number, message in enumerate(row.messages):  # no case is a completion, which has none
         if message["role"] == "assistant":
             yield number
 
 
 def trained_digests(version_id: uuid.UUID, among: Set[str]) -> set[str]:
-    """Return which of some digests are of prompts on which a version was trained.
+    """Return those of the digests whose prompts a version was trained on.
 
-    So was the version that it begins from; of those before, MOST_GENERATIONS are looked at, if
-    their rows are still stored. Of an uploaded version none is known. A dataset's own digests may
-    be many: they are not kept. Raises RowsGone, Unavailable when the store does not answer.
+    Its ancestors count, too: MOST_GENERATIONS are searched, if their rows are still stored. An
+    uploaded version has no known prompts. A dataset's digests may be many and are not kept. Raises
+    RowsGone, Unavailable when the store does not answer.
     """
     known: set[str] = set()
     for number, sha256 in enumerate(_trained_on(version_id)):
@@ -82,7 +82,7 @@ def trained_digests(version_id: uuid.UUID, among: Set[str]) -> set[str]:
 
 
 def _trained_on(version_id: uuid.UUID) -> list[str]:
-    """Return the contents of a version's datasets: its own, and those that it began from."""
+    """Return the contents of a version's datasets: its own, and those of its ancestors."""
     found: list[str] = []
     maker: uuid.UUID | None = version_id
     for _ in range(MOST_GENERATIONS):

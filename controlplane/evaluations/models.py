@@ -13,7 +13,7 @@ class Judge(TenantModel):
     """A model behind any OpenAI-compatible endpoint that gives marks to answers."""
 
     name = models.CharField(max_length=63, validators=[slug_validator])
-    #: Up to `/v1`; `/chat/completions` is added.
+    #: The address up to `/v1`; `/chat/completions` is added.
     url = models.CharField(max_length=500)
     model = models.CharField(max_length=200)
     #: The API key, encrypted: see `evaluations.judge`.
@@ -31,7 +31,7 @@ class Suite(TenantModel):
 
     name = models.CharField(max_length=63, validators=[slug_validator])
     description = models.CharField(max_length=500, blank=True)
-    #: The number of the newest version; numbers are not used again.
+    #: The number of the newest version; a number is never used twice.
     last_number = models.PositiveIntegerField(default=0)
 
     class Meta:
@@ -46,9 +46,9 @@ class SuiteVersion(TenantModel):
     number = models.PositiveIntegerField()
     num_cases = models.PositiveIntegerField()
     num_bytes = models.PositiveIntegerField()
-    #: Where its cases come from: {"kind": "api" | "dataset" | "requests", …}.
+    #: The source of its cases: {"kind": "api" | "dataset" | "requests", …}.
     origin = models.JSONField(default=dict)
-    #: Whether its cases have words of requests: reading them, and the answers, needs
+    #: True if its cases have words of requests: reading them, and the answers, needs
     #: `requests:content`.
     has_requests = models.BooleanField(default=False, db_default=False)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
@@ -108,9 +108,9 @@ class Evaluation(TenantModel):
     suite_version = models.ForeignKey(
         SuiteVersion, on_delete=models.CASCADE, related_name="evaluations"
     )
-    #: As requests name it.
+    #: The model as requests name it.
     model = models.CharField(max_length=200)
-    #: What the name meant when it was made; another meaning fails the run.
+    #: The exact model at the time of creation; if the name means another one, the run fails.
     served = models.CharField(max_length=1000)
     adapter = models.ForeignKey(
         Adapter, null=True, on_delete=models.CASCADE, related_name="evaluations"
@@ -118,15 +118,15 @@ class Evaluation(TenantModel):
     status = models.CharField(max_length=16, choices=Status, default=Status.QUEUED)
     max_tokens = models.PositiveIntegerField(default=256)
     seed = models.PositiveIntegerField(default=0)
-    #: The `BatchScores` that the log-probabilities are of, whether or not it is still there; null:
-    #: serving workers are asked. Those of two evaluations are compared only if this is the same.
+    #: The `BatchScores` with the log-probabilities, even if deleted since; null: serving workers
+    #: are asked. Two evaluations are compared only if this is equal.
     scored_in = models.UUIDField(null=True)
     error = models.CharField(max_length=1000, blank=True)
     num_done = models.PositiveIntegerField(default=0)
     #: Means over the cases, by metric: see `evaluations.execution.summary_of`.
     summary = models.JSONField(default=dict)
     attempts = models.PositiveIntegerField(default=0)
-    #: Consecutive turns in which no case could be asked.
+    #: Number of consecutive turns in which no case could be asked.
     failures = models.PositiveSmallIntegerField(default=0)
     lease_until = models.DateTimeField(null=True)
     created_by = models.ForeignKey(User, null=True, on_delete=models.SET_NULL, related_name="+")
@@ -148,7 +148,7 @@ class Evaluation(TenantModel):
 
 
 class Result(TenantModel):
-    """What a model made of one case."""
+    """A model's answer to one case."""
 
     MODEL_FIELD = "evaluation__model"
 
@@ -156,9 +156,9 @@ class Result(TenantModel):
     case = models.ForeignKey(Case, on_delete=models.CASCADE, related_name="+")
     output = models.TextField(blank=True)
     finish_reason = models.CharField(max_length=16, blank=True)
-    #: Why there is no answer; "": there is one.
+    #: The reason for a missing answer; "": there is one.
     error = models.CharField(max_length=500, blank=True)
-    #: One for each check of the case: from 0 to 1; null: a judge has not given it yet.
+    #: Score of each check, from 0 to 1; null: a judge has not given it yet.
     scores = models.JSONField(default=list)
     #: Their mean; null: not known yet, or the case has no checks.
     score = models.FloatField(null=True)
@@ -176,8 +176,9 @@ class Result(TenantModel):
 
 
 class BatchScores(TenantModel):
-    """What the batch that trained a version scored: the expected answers of its gate's suite, under
-    the version and under the live one. See `evaluations.batch_scores`.
+    """Scores of the expected answers of a gate's suite, under a trained version and the live one.
+
+    The batch that trained the version computed them: see `evaluations.batch_scores`.
 
     It is deleted with the version or the suite; an adapter has a few.
     """
@@ -188,7 +189,7 @@ class BatchScores(TenantModel):
         AdapterVersion, on_delete=models.CASCADE, related_name="batch_scores"
     )
     suite_version = models.ForeignKey(SuiteVersion, on_delete=models.CASCADE, related_name="+")
-    #: Of the adapter that was scored, of the live one, and the base's revision.
+    #: Digests of the scored adapter and of the live one, and the base's revision.
     digest = models.CharField(max_length=64)
     live_digest = models.CharField(max_length=64)
     base_revision = models.CharField(max_length=64)
@@ -214,7 +215,7 @@ class GateDecision(TenantModel):
         REJECT = "reject", "it is worse"
 
     version = models.OneToOneField(AdapterVersion, on_delete=models.CASCADE, related_name="gate")
-    #: The number of the version that was live.
+    #: The number of the live version at its beginning.
     live_number = models.PositiveIntegerField(null=True)
     suite_version = models.ForeignKey(
         SuiteVersion, null=True, on_delete=models.SET_NULL, related_name="+"
@@ -231,7 +232,7 @@ class GateDecision(TenantModel):
     #: `decision.Decision`'s findings, with intervals.
     findings = models.JSONField(default=list)
     num_leaked = models.PositiveIntegerField(default=0)
-    #: What was done: "promoted", "canary", "held"; "" while it waits.
+    #: The consequence: "promoted", "canary", "held"; "" while it waits.
     outcome = models.CharField(max_length=16, blank=True)
     decided_at = models.DateTimeField(null=True)
 

@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 _MODULE = pattern_search_process.__name__
 _BOUNDS = Bounds(memory_bytes=64 << 20, cpu_s=1, wall_s=20.0, answer_bytes=64 << 10)
-#: The time of all together has a bound: what is left then counts as not found.
+#: Largest number of children for all searches; the remaining ones count as not found.
 _MAX_CHILDREN = 12
-#: A child that was ended from outside is started again so often.
+#: Number of times a child that was killed from outside is started again.
 _TRIES = 3
 
 Search = tuple[str, str]
@@ -50,7 +50,7 @@ def _found(asked: Sequence[Search]) -> list[bool] | None:
         try:
             ended = run_sealed(_MODULE, work, (), environment={}, bounds=_BOUNDS)
         except (sealed_child.OverBounds, sealed_child.Broken) as error:
-            log.info("a search of patterns was ended: %s", error)
+            log.info("a search for patterns was stopped: %s", error)
             return None
         except sealed_child.Lost:
             if attempt == _TRIES - 1:

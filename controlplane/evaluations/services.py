@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 RUN_TASK = "controlplane.evaluations.tasks.evaluation_run"
 JUDGE_TASK = "controlplane.evaluations.tasks.evaluation_judge"
-#: Of a tenant: that wait or run, and that are kept; the oldest go.
+#: Largest numbers of a tenant's evaluations: unfinished ones, and all; the oldest go.
 MAX_ACTIVE = 10
 MAX_KEPT = 300
 MAX_TOKENS = 4096
@@ -79,7 +79,7 @@ def evaluation_create(
         lock_until_commit(f"evaluations {current_tenant_id()}")
         if Evaluation.objects.filter(status__in=Evaluation.ACTIVE).count() >= MAX_ACTIVE:
             raise RateLimited(
-                f"A tenant can have {MAX_ACTIVE} evaluations that wait or run.",
+                f"A tenant can have {MAX_ACTIVE} unfinished evaluations: cancel one, or wait.",
                 code="too_many_evaluations",
                 retry_after_s=60,
             )
@@ -109,7 +109,7 @@ def _forget_old() -> None:
 
 
 def evaluation_send(evaluation: Evaluation) -> None:
-    """Tell a process that there is work; if the broker is away, the sweep does."""
+    """Tell a process that there is work; if the broker is down, the sweep does."""
     is_judged = evaluation.status == Status.JUDGING
     task, queue = (JUDGE_TASK, "ops") if is_judged else (RUN_TASK, "inspect")
     try:
@@ -120,7 +120,7 @@ def evaluation_send(evaluation: Evaluation) -> None:
 
 @transaction.atomic
 def evaluation_cancel(*, evaluation: Evaluation) -> Evaluation:
-    """Cancel an evaluation; what it asked ends within seconds. Results so far stay.
+    """Cancel an evaluation; its running requests end within seconds. Results so far stay.
 
     Doing it again changes nothing. Raises Conflict when it has ended.
     """
@@ -130,13 +130,15 @@ def evaluation_cancel(*, evaluation: Evaluation) -> Evaluation:
         record("cancelled", evaluation)
     evaluation.refresh_from_db()
     if evaluation.status != Status.CANCELLED:
-        raise Conflict(f"The evaluation is {evaluation.status}.", code="evaluation_ended")
+        raise Conflict(
+            f"The evaluation has ended already: it is {evaluation.status}.", code="evaluation_ended"
+        )
     return evaluation
 
 
 @transaction.atomic
 def evaluation_delete(*, evaluation: Evaluation) -> None:
-    """Delete an evaluation with its results; one that runs stops. A gate's decision stays."""
+    """Delete an evaluation with its results; a running one stops. A gate's decision stays."""
     before = {"model": evaluation.model, "status": evaluation.status}
     record("deleted", evaluation, before=before)
     evaluation.delete()

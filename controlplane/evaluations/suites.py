@@ -31,15 +31,15 @@ from controlplane.tenants.models import User, is_slug, slug_validator
 from controlplane.training import contents
 from controlplane.training.services import dataset_version_get
 
-#: Of a tenant.
+#: Limits of a tenant's suites.
 MAX_SUITES = 50
 MAX_TENANT_BYTES = 64 * 1024**2
-#: Of a suite.
+#: Limit of one suite.
 MAX_VERSIONS = 50
-#: Of a version.
+#: Limits of one version.
 MAX_CASES = 2000
 MAX_BYTES = 8 * 1024**2
-#: Of a case.
+#: Limits of one case, and of a version's slices.
 MAX_CASE_BYTES = 64 * 1024
 MAX_SLICES = 20
 
@@ -96,15 +96,17 @@ def suite_version_create(
     """Make the next version of a suite; the suite, too, if there is none of this name.
 
     cases         each with `messages`, and `expected`, `checks`, `slice`
-    has_requests  they have words of requests
-    Raises InvalidRequest naming the case, Conflict when there is no room.
+    has_requests  whether they have words of requests
+    Raises InvalidRequest naming the case, Conflict when a limit is reached.
     """
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
     rows = _checked(list(cases))
     num_bytes = sum(_num_bytes(row) for row in rows)
     if num_bytes > MAX_BYTES:
-        raise InvalidRequest(f"A suite's cases can have {MAX_BYTES} bytes.", param="cases")
+        raise InvalidRequest(
+            f"A suite's cases can have at most {MAX_BYTES} bytes: leave some out.", param="cases"
+        )
     with transaction.atomic():
         lock_until_commit(f"suites {current_tenant_id()}")
         _check_users(name)
@@ -142,7 +144,7 @@ def suite_case_add(
 ) -> SuiteVersion:
     """Make a suite's next version: the cases of the newest one, if there is any, and one more.
 
-    has_requests  the case has words of a request
+    has_requests  whether the case has words of a request
     Raises what `suite_version_create` raises.
     """
     known: list[CaseFields] = []
@@ -162,7 +164,7 @@ def suite_case_add(
 
 
 def _check_users(name: str) -> None:
-    """Raise PermissionDenied if the gate of a model that the caller may not name uses a suite."""
+    """Raise PermissionDenied if a gate uses the suite for a model that the caller may not name."""
     users = Adapter.objects.filter(gate__suite=name)
     if not all(may_name(user) for user in users.values_list("name", flat=True)):
         check_unbound("The gate of another model uses this suite.", "name")
@@ -170,22 +172,26 @@ def _check_users(name: str) -> None:
 
 def _check_room(suite: Suite | None, num_bytes: int) -> None:
     if suite is None and Suite.objects.count() >= MAX_SUITES:
-        raise Conflict(f"A tenant can have at most {MAX_SUITES} suites.", code="too_many_suites")
+        raise Conflict(
+            f"A tenant can have at most {MAX_SUITES} suites: delete one first.",
+            code="too_many_suites",
+        )
     if suite is not None and suite.versions.count() >= MAX_VERSIONS:
         raise Conflict(
-            f"A suite can have at most {MAX_VERSIONS} versions.", code="too_many_versions"
+            f"A suite can have at most {MAX_VERSIONS} versions: begin a new suite.",
+            code="too_many_versions",
         )
     used = SuiteVersion.objects.aggregate(sum=Sum("num_bytes"))["sum"] or 0
     if used + num_bytes > MAX_TENANT_BYTES:
         raise Conflict(
-            f"A tenant's suites can have {MAX_TENANT_BYTES} bytes. Delete some of them.",
+            f"A tenant's suites can have at most {MAX_TENANT_BYTES} bytes: delete some of them.",
             code="too_many_cases",
         )
 
 
 def _checked(cases: Sequence[CaseFields]) -> list[Case]:
     if not 1 <= len(cases) <= MAX_CASES:
-        raise InvalidRequest(f"A suite has 1 to {MAX_CASES} cases.", param="cases")
+        raise InvalidRequest(f"A suite must have 1 to {MAX_CASES} cases.", param="cases")
     rows = [_case(fields, number) for number, fields in enumerate(cases)]
     if len({row.slice for row in rows}) > MAX_SLICES:
         raise InvalidRequest(f"A suite can have at most {MAX_SLICES} slices.", param="cases")
@@ -196,14 +202,17 @@ def _case(fields: CaseFields, number: int) -> Case:
     param = f"cases.{number}"
     unknown = fields.keys() - {"messages", "expected", "checks", "slice"}
     if unknown:
-        raise InvalidRequest("A case has no such field.", param=f"{param}.{min(unknown)[:60]}")
+        raise InvalidRequest(
+            "A case has no such field: remove it.", param=f"{param}.{min(unknown)[:60]}"
+        )
     if not can_be_written(fields):
-        raise InvalidRequest("It has half of a character (a lone surrogate).", param=param)
+        raise InvalidRequest("The case has a lone surrogate: remove it.", param=param)
     expected, slice = fields.get("expected", ""), fields.get("slice", "")
     for name, text, most in (("expected", expected, MAX_CASE_BYTES), ("slice", slice, 63)):
         if not isinstance(text, str) or len(text) > most or "\0" in text:
             raise InvalidRequest(
-                f"It is a text of at most {most} characters.", param=f"{param}.{name}"
+                f"This must be a text of at most {most} characters, without NUL.",
+                param=f"{param}.{name}",
             )
     messages = fields.get("messages")
     try:
@@ -212,7 +221,10 @@ def _case(fields: CaseFields, number: int) -> Case:
         error.param = f"{param}.{error.param or 'messages'}"
         raise
     if body.messages[-1].role == "assistant":
-        raise InvalidRequest("The last message is not the assistant's.", param=f"{param}.messages")
+        raise InvalidRequest(
+            "The last message must not be the assistant's: move it to `expected`.",
+            param=f"{param}.messages",
+        )
     case = Case(
         position=number,
         slice=slice,
@@ -224,9 +236,11 @@ def _case(fields: CaseFields, number: int) -> Case:
         prompt_sha256=prompt_digest(body.rendered_messages()),
     )
     if _num_bytes(case) > MAX_CASE_BYTES:
-        raise InvalidRequest(f"A case can have {MAX_CASE_BYTES} bytes.", param=param)
+        raise InvalidRequest(
+            f"A case can have at most {MAX_CASE_BYTES} bytes: shorten it.", param=param
+        )
     if "\\u0000" in json.dumps([case.messages, case.checks]):
-        raise InvalidRequest("It must not have null characters.", param=param)
+        raise InvalidRequest("The case has NUL characters: remove them.", param=param)
     if not case.expected and not case.checks:
         raise InvalidRequest("A case needs `expected` or `checks`.", param=param)
     return case
@@ -245,9 +259,9 @@ def cases_of_dataset(
     offset: int = 0,
     slice: str = "",
 ) -> Cases:
-    """Return a case for each n-th row of a dataset, at most `MAX_CASES`.
+    """Return a case for every n-th row of a dataset, at most `MAX_CASES`.
 
-    The row's last answer is what is expected. Completions and rows with tools are passed over.
+    The row's last answer is the expected one. Completions and rows with tools are left out.
     name  of a dataset, or of its version: name@n
     by    who makes a suite of them
     Raises PermissionDenied for captured requests that `by` may not read, NotFound, Conflict,
@@ -263,7 +277,9 @@ def cases_of_dataset(
     try:
         return Cases(_cases_of_rows(rows, checks, every, offset, slice), has_requests)
     except storage.ObjectMissing as error:
-        raise NotFound("The dataset's rows are gone. Upload it again.", param="dataset") from error
+        raise NotFound(
+            "The dataset's rows were deleted. Upload them again.", param="dataset"
+        ) from error
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
 
@@ -281,7 +297,7 @@ def _cases_of_rows(
             continue
         last = row.learned[-1] if row.learned else 0
         answer = row.messages[last].get("content") if row.learned else None
-        if not row.tools and isinstance(answer, str) and answer:  # else it is no chat of texts
+        if not row.tools and isinstance(answer, str) and answer:
             found.append(_own(list(row.messages[:last]), answer, checks, slice))
         if len(found) == MAX_CASES:
             break
@@ -291,10 +307,10 @@ def _cases_of_rows(
 def cases_of_requests(
     *, request_ids: Sequence[str], by: Principal, checks: list[dict[str, Any]], slice: str = ""
 ) -> Cases:
-    """Return a case for each request of the log; its answer is what is expected.
+    """Return a case for each logged request; its answer is the expected one.
 
     Raises PermissionDenied unless `by` may read it, NotFound for one whose content is not stored,
-    InvalidRequest for one that is no chat.
+    InvalidRequest for one that is not a chat.
     """
     authorize(by, Permission.REQUESTS_CONTENT)
     found = []
@@ -307,7 +323,10 @@ def cases_of_requests(
             raise
         messages = words.prompt.get("messages")
         if messages is None or words.is_truncated or not words.outputs:
-            raise InvalidRequest("It is not a chat with a whole prompt and answer.", param=param)
+            raise InvalidRequest(
+                "Leave this request out: a case needs a chat that is stored with its answer.",
+                param=param,
+            )
         found.append(_own(list(messages), words.outputs[0], checks, slice))
     return Cases(found, has_requests=True)
 
@@ -328,11 +347,12 @@ def suite_delete(*, suite: Suite) -> None:
     _check_users(suite.name)
     evaluations = Evaluation.objects.filter(suite_version__suite=suite)
     if evaluations.exclude(pk__in=Evaluation.objects.allowed()).exists():
-        check_unbound("Another model was evaluated on this suite.")
+        check_unbound("Another model, which you may not name, was evaluated on this suite.")
     users = Adapter.objects.filter(gate__suite=suite.name).order_by("name")
     if names := list(users.values_list("name", flat=True)[:5]):
         raise Conflict(
-            f"The gate of {', '.join(names)} uses the suite {suite.name}.", code="in_use"
+            f"The gate of {', '.join(names)} uses the suite {suite.name}: change it first.",
+            code="in_use",
         )
     if evaluations.filter(status__in=Evaluation.ACTIVE).exists():
         raise Conflict("The suite is being run. Cancel its evaluations first.", code="in_use")

@@ -8,13 +8,13 @@ from controlplane.evaluations import execution, gate, services
 from controlplane.evaluations.models import Evaluation
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
-#: Messages that are sent again in one turn.
+#: Largest number of messages that one turn sends again.
 _MAX_SENT = 20
 
 
 @shared_task(name=services.RUN_TASK)
 def evaluation_run() -> None:
-    """Do a turn of the evaluation that is next (queue `inspect`)."""
+    """Do a turn of the next evaluation (queue `inspect`)."""
     if execution.evaluate_next():
         gate.gates_send()
 

@@ -15,21 +15,21 @@ from controlplane.training import row_check
 
 MAX_FILE_BYTES = 512 * 1024**2
 MAX_BATCH_BYTES = 200 * 1024**2
-#: The interval of a writer's heartbeats.
+#: Interval of a writer's heartbeats.
 _HEARTBEAT_S = 15.0
 #: Bytes per read from the store, so that no connection stays open between lines.
 _WINDOW_BYTES = 4 * 1024**2
 
 
 def most_bytes(purpose: Purpose) -> int:
-    """Return the most bytes of a file. One for training becomes a dataset, and has its limit."""
+    """Return the most bytes of a file; one for training becomes a dataset and has its limit."""
     if purpose == Purpose.FINE_TUNE:
         return int(settings.MAX_DATASET_BYTES)
     return MAX_BATCH_BYTES if purpose == Purpose.BATCH else MAX_FILE_BYTES
 
 
 class FileWriter:
-    """Writes a file's bytes to the store as they arrive, and computes their digests.
+    """A writer of a file's bytes to the store as they arrive, which computes their digests.
 
     max_bytes  `write` raises PayloadTooLarge for more
     heartbeat  called regularly while bytes arrive
@@ -96,7 +96,7 @@ def check(file: File, heartbeat: Callable[[], None] = lambda: None) -> None:
     Raises InvalidRequest with the invalid lines, PayloadTooLarge for too many bytes, RateLimited
     when several of the tenant's are being checked. Sets `num_rows`, without saving it.
 
-    heartbeat  called regularly meanwhile
+    heartbeat  called regularly during the check
     """
     purpose = Purpose(file.purpose)
     most = most_bytes(purpose)

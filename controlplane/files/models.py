@@ -14,7 +14,7 @@ from controlplane.tenancy.public_ids import PublicIdModel
 
 
 class Purpose(models.TextChoices):
-    """What a file is for; the names are OpenAI's."""
+    """The purpose of a file, by OpenAI's names."""
 
     FINE_TUNE = "fine-tune"
     BATCH = "batch"
@@ -28,7 +28,7 @@ class Purpose(models.TextChoices):
     FINE_TUNE_RESULTS = "fine-tune-results"
 
 
-#: Of files that the platform makes.
+#: Purposes of files that the platform makes.
 MADE = (Purpose.BATCH_OUTPUT, Purpose.FINE_TUNE_RESULTS)
 
 
@@ -45,10 +45,10 @@ class File(PublicIdModel):
     purpose = models.CharField(max_length=20, choices=Purpose, blank=True)
     filename = models.CharField(max_length=255, blank=True)
     status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
-    #: While it is uploaded: the most that it may have.
+    #: The length; during the upload the largest allowed one.
     num_bytes = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, blank=True)
-    #: Rows of a file for training; null for others.
+    #: Number of rows of a training file; null for other files.
     num_rows = models.PositiveIntegerField(null=True)
     expires_at = models.DateTimeField(null=True, db_index=True)
     #: While it is uploaded: the writer's last heartbeat.
@@ -65,7 +65,7 @@ class File(PublicIdModel):
 
     @property
     def key(self) -> str:
-        """S3 key of the bytes."""
+        """Return the S3 key of the bytes."""
         return f"t/{self.tenant_id}/files/{self.pk.hex}"
 
 
@@ -89,7 +89,7 @@ class Upload(PublicIdModel):
     #: The upload's expiry. The file's, counted from its creation, is `file_expires_s`.
     expires_at = models.DateTimeField(db_index=True)
     file_expires_s = models.PositiveIntegerField(null=True)
-    #: The file that it became or is being assembled into: the fencing token of the assembler.
+    #: The file that it becomes: the fencing token of the assembler.
     file = models.ForeignKey(File, null=True, on_delete=models.SET_NULL, related_name="+")
 
     class Meta:
@@ -103,7 +103,7 @@ class UploadPart(PublicIdModel):
 
     upload = models.ForeignKey(Upload, on_delete=models.CASCADE, related_name="parts")
     is_ready = models.BooleanField(default=False)
-    #: While its bytes arrive: the most that it may have.
+    #: The length; while its bytes arrive, the largest allowed one.
     num_bytes = models.BigIntegerField()
     #: While they arrive: the writer's last heartbeat. None: abandoned.
     alive_at = models.DateTimeField(null=True, default=timezone.now, db_default=Now())
@@ -120,5 +120,5 @@ class UploadPart(PublicIdModel):
 
     @property
     def key(self) -> str:
-        """S3 key of the bytes."""
+        """Return the S3 key of the bytes."""
         return f"t/{self.tenant_id}/uploads/{self.upload_id.hex}/{self.pk.hex}"

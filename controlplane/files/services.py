@@ -31,7 +31,7 @@ from controlplane.tenancy.public_ids import parse_id
 
 log = logging.getLogger(__name__)
 
-#: The default lifetime of a batch's input and output, as OpenAI's.
+#: Default lifetime of a batch's input and output, as OpenAI's.
 BATCH_FILE_LIFETIME_S = 30 * 24 * 3600
 UPLOAD_LIFETIME = dt.timedelta(hours=1)
 #: A file or part without a heartbeat for this time is abandoned.
@@ -39,7 +39,7 @@ SILENCE = dt.timedelta(minutes=3)
 MAX_PART_BYTES = 64 * 1024**2
 MAX_PARTS = 10_000
 
-#: Uploads that may still become a file.
+#: States of uploads that may still become a file.
 PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
 
 #: Returns the ids of files, in the current scope, that accepted work still reads. Their bytes stay
@@ -91,7 +91,7 @@ def undone_on_failure(*undo: Callable[[], None]) -> Iterator[None]:
 def files_list() -> QuerySet[File]:
     """Return the tenant's files that are ready and have not expired.
 
-    Of those that the platform makes, only those of models that the caller may name.
+    Files that the platform makes are limited to those of models that the caller may name.
     """
     is_current = Q(expires_at=None) | Q(expires_at__gt=timezone.now())
     rows = File.objects.filter(is_current, status=File.Status.READY)
@@ -185,7 +185,7 @@ def file_publish(file: File) -> None:
 
 
 def file_drop(file: File) -> None:
-    """Remove a file that is neither ready nor read; the sweep does what fails here."""
+    """Remove a file that is neither ready nor read; the sweep repeats what fails here."""
     rows = File.objects.filter(pk=file.pk)
     try:
         # The row first, so that it cannot become ready. It may already be, although its creator got
@@ -278,7 +278,10 @@ def part_begin(upload: Upload, *, max_bytes: int) -> UploadPart:
     sent = parts.aggregate(sum=Sum("num_bytes"))["sum"] or 0
     # Twice, because a client sends a part again when the answer was lost.
     if sent + max_bytes > 2 * (upload.num_bytes + MAX_PART_BYTES) or parts.count() >= MAX_PARTS:
-        raise InvalidRequest("The upload has too many parts, or too many bytes.", param="data")
+        raise InvalidRequest(
+            "The upload has too many parts or bytes: use larger parts, or a smaller file.",
+            param="data",
+        )
     return UploadPart.objects.create(upload=upload, num_bytes=max_bytes)
 
 
@@ -302,7 +305,7 @@ def part_finish(part: UploadPart, writer: FileWriter) -> None:
 
 
 def part_give_up(part: UploadPart) -> None:
-    """Remove an abandoned part, and release its room."""
+    """Remove an abandoned part, and release its bytes."""
     rows = UploadPart.objects.filter(pk=part.pk, is_ready=False)
     # The row first, so that it cannot become ready: its writer may only be paused.
     rows.filter(alive_at__lte=timezone.now() - SILENCE).update(alive_at=None)
@@ -311,7 +314,7 @@ def part_give_up(part: UploadPart) -> None:
 
 
 def part_drop(part: UploadPart) -> None:
-    """Remove an incomplete part; the sweep does what fails here."""
+    """Remove an incomplete part; the sweep repeats what fails here."""
     try:
         storage.delete([part.key])
         UploadPart.objects.filter(pk=part.pk).delete()
@@ -352,7 +355,7 @@ def _parts(upload: Upload, part_ids: list[str]) -> list[UploadPart]:
     _check_open(upload)
     found = {part.public_id: part for part in upload.parts.filter(is_ready=True)}
     if len(set(part_ids)) != len(part_ids):
-        raise InvalidRequest("A part is named twice.", param="part_ids")
+        raise InvalidRequest("part_ids names a part twice: name each once.", param="part_ids")
     for part_id in part_ids:
         if part_id not in found:
             raise InvalidRequest(
@@ -368,7 +371,7 @@ def _assemble(upload: Upload, file: File, parts: list[UploadPart], md5: str | No
         filename=upload.filename,
         expires_s=upload.file_expires_s,
     )
-    close_old_connections()  # the rest takes long
+    close_old_connections()  # the rest is slow
     with undone_on_failure(writer.abort, lambda: file_drop(file)):
         for part in parts:
             for piece in storage.read_pieces(part.key, max_bytes=max(1, part.num_bytes)):
@@ -397,7 +400,7 @@ def upload_cancel(upload: Upload) -> Upload:
 
 
 def parts_drop(upload: Upload) -> None:
-    """Remove the parts of an upload that has ended; the sweep does what fails here."""
+    """Remove the parts of an upload that has ended; the sweep repeats what fails here."""
     for part in upload.parts.all():
         part_drop(part)
 
@@ -413,7 +416,7 @@ def _ended(upload: Upload) -> Conflict:
     """Return the error for a change that the upload's current status does not allow."""
     status = Upload.objects.filter(pk=upload.pk).values_list("status", flat=True).first()
     if status == Upload.Status.ASSEMBLING:
-        return Conflict("The upload is being assembled.")
+        return Conflict("The upload is being assembled: wait for the result.")
     return Conflict(f"The upload is {status}.")
 
 
@@ -421,7 +424,7 @@ def _check_open(upload: Upload) -> None:
     if upload.status != Upload.Status.PENDING:
         raise _ended(upload)
     if upload.expires_at <= timezone.now():
-        raise Conflict("The upload has expired.")
+        raise Conflict("The upload has expired: begin a new one.")
 
 
 def storage_used() -> int:

@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 #: No file takes longer than this to write; older multipart uploads are aborted.
 ABANDONED_AFTER = dt.timedelta(hours=3)
-#: Removed in one sweep; the next one continues.
+#: Number of files removed in one sweep; the next one continues.
 MAX_PER_TURN = 1000
 
 
 def files_sweep() -> None:
-    """Run one sweep. A later one removes what the store refuses now."""
+    """Run one sweep. A later one repeats removals that fail now."""
     now = timezone.now()
     _expire_files(now)
     _drop_unready(now)

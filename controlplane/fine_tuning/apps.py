@@ -17,7 +17,7 @@ class FineTuningConfig(AppConfig):
 
 
 def _made_files() -> list[QuerySet[Any, Any]]:
-    """Ids of the files of the jobs that the caller may see."""
+    """Return the ids of the files of the jobs that the caller may see."""
     from controlplane.fine_tuning.services import jobs_list
 
     return [jobs_list().values("result_file_id")]

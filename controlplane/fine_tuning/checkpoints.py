@@ -1,4 +1,4 @@
-"""The models that a job has made so far: those on its way, and its result."""
+"""The models that a job has made so far: its checkpoints and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controlplane.training.models import TrainingRun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model that a job has made, and that answers requests.
+    """A model that a job has made and that can answer requests.
 
     model    its name in `model` of a request
     metrics  train_loss; full_valid_loss where the state was validated
@@ -28,8 +28,7 @@ class Checkpoint:
 
 
 def job_checkpoints(run: TrainingRun) -> list[Checkpoint]:
-    """Return a job's ready models, the newest first: its result, once it has succeeded, and before
-    it those of steps on the way, also while it goes on."""
+    """Return a job's ready models, the newest first: its result, if any, then its checkpoints."""
     found = [] if (result := _result(run)) is None else [result]
     ready = run.checkpoints.filter(version__status=AdapterVersion.Status.READY)
     for kept in ready.select_related("version").order_by("-step"):

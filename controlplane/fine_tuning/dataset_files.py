@@ -32,7 +32,7 @@ def take_over(file: File, param: str) -> Rows:
     """Copy the file's bytes to where runs read theirs, within the tenant. -> the rows.
 
     The copy is removed when no run or dataset needs it any more. Rows were checked as the file was
-    uploaded, and its bytes never change. Raises NotFound for a file that is deleted meanwhile, and
+    uploaded, and its bytes never change. Raises NotFound for a file that is just being deleted, and
     what `content_begin` raises.
     """
     tenant_id = current_tenant_id()
@@ -51,7 +51,7 @@ def take_over(file: File, param: str) -> Rows:
 
 
 def dataset_from_file(*, name: str, file_id: str, appends: bool) -> Dataset:
-    """Make a file's rows the next version of a dataset, in place of its rows or behind them.
+    """Make a file's rows the next version of a dataset, which they replace or extend.
 
     The file is no longer needed afterwards. Raises what `training_file_get`, `take_over` and
     `versions.version_add` raise.

@@ -21,18 +21,18 @@ from controlplane.training.models import TrainingEvent, TrainingRun
 
 #: The trainer measures no accuracy: that column is empty.
 COLUMNS = (
-    *("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"),
-    *("learning_rate", "trained_tokens", "tokens_per_s"),
-)
+    "step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy",
+    "learning_rate", "trained_tokens", "tokens_per_s",
+)  # fmt: skip
 _MAX_BYTES = 1024**2
 
 
 class _IsMade(Exception):
-    """Another process was faster."""
+    """Raised when another process was faster."""
 
 
 def result_file_make(run: TrainingRun) -> None:
-    """Make the file of a job that is about to succeed; a repeated call does nothing.
+    """Make the metrics file of a job that is about to succeed; a repeated call does nothing.
 
     Other runs have none. Raises storage.STORAGE_ERRORS.
     """

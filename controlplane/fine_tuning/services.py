@@ -22,7 +22,7 @@ from controlplane.training import events, services, size
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import TrainingRun
 
-#: OpenAI's rule for `n_epochs: "auto"`: three, but so many that rows times epochs is between these.
+#: OpenAI's rule for `n_epochs: "auto"`: three, changed so that rows times epochs is in this range.
 AUTO_EPOCHS, LEAST_EXAMPLES, MOST_EXAMPLES = 3, 100, 25_000
 MOST_AUTO_EPOCHS = 25
 AUTO_BATCH_SIZE = 8
@@ -30,7 +30,7 @@ AUTO_BATCH_SIZE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobForm:
-    """What a client asks for.
+    """A client's request for a job.
 
     hyperparameters  as the trainer names them, without those that are "auto"
     place            where in the body epochs, batch size and learning rate are
@@ -46,7 +46,7 @@ class JobForm:
 
 
 def jobs_list() -> QuerySet[TrainingRun]:
-    """Return the tenant's runs with what a job shows of them."""
+    """Return the tenant's runs with the rows that a job shows."""
     related = ("adapter__base_model", "dataset", "tenant", "version")
     return TrainingRun.objects.allowed().select_related(*related)
 
@@ -111,7 +111,10 @@ def _adapter_name(form: JobForm, start: Start) -> str:
     if name is not None:
         check_named(name, "suffix")
         return name
-    check_unbound("Without a suffix the adapter gets a new name.", "suffix")
+    check_unbound(
+        "Without a suffix the adapter gets a new name: give a suffix.",
+        "suffix",
+    )
     return f"ft-{uuid.uuid4().hex[:12]}"
 
 
@@ -128,7 +131,7 @@ def _given(form: JobForm, start: Start) -> dict[str, Any]:
 
 
 def _resolved(given: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return all hyperparameters of the run: with those that are automatic."""
+    """Return all hyperparameters of the run, with values for automatic ones."""
     found = {"batch_size": max(1, min(AUTO_BATCH_SIZE, num_rows)), **given}
     if found.get("max_steps") is None:
         found.setdefault("epochs", auto_epochs(num_rows))
@@ -136,7 +139,7 @@ def _resolved(given: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 def auto_epochs(num_rows: int) -> int:
-    """Return what `n_epochs: "auto"` means for so many rows."""
+    """Return the epochs of `n_epochs: "auto"` for a number of rows."""
     rows = max(1, num_rows)
     if rows * AUTO_EPOCHS < LEAST_EXAMPLES:
         return min(MOST_AUTO_EPOCHS, -(-LEAST_EXAMPLES // rows))
@@ -147,7 +150,7 @@ def auto_epochs(num_rows: int) -> int:
 
 @contextlib.contextmanager
 def _own_names(form: JobForm) -> Iterator[None]:
-    """Give errors of the block the names that a job's body has for the fields."""
+    """Give errors inside the block the field names of a job's body."""
     names = {
         "adapter": "suffix",
         "dataset": "training_file",

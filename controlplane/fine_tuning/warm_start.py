@@ -1,4 +1,4 @@
-"""Find what a run begins from: a base model, or the tensors of an adapter's version.
+"""Find the start of a run: a base model, or the tensors of an adapter's version.
 
 The trainer makes a LoRA with a rank, an alpha and target modules, and loads the version's tensors
 into it. A version whose config says more than that is refused, with the field that says it.
@@ -32,12 +32,12 @@ class Start:
 
     @property
     def name(self) -> str:
-        """The version's name in `model` of a request; empty without one."""
+        """Return the version's name in `model` of a request; empty without one."""
         return "" if self.version is None else f"{self.version.adapter.name}@{self.version.number}"
 
 
 def start_of(principal: Principal, name: str) -> Start:
-    """Return what this `model` of the caller's tenant gives a run to begin from.
+    """Return the start of a run from this `model` of the caller's tenant.
 
     Raises NotFound, PermissionDenied for a key that may not name it, InvalidRequest for a version
     that cannot be trained further.
@@ -57,7 +57,7 @@ def start_of(principal: Principal, name: str) -> Start:
         raw = load_json(content, UPLOAD_LIMITS.max_bytes)
         config = read_config(raw, UPLOAD_LIMITS)
     except AdapterProblems as error:
-        raise _refused("its config can no longer be read") from error
+        raise _refused("its config cannot be read") from error
     return Start(base_model=model.base_model, version=model.version, fixed=_fixed(config))
 
 
@@ -77,7 +77,7 @@ def _fixed(config: LoraConfig) -> dict[str, Any]:
     }
     for field, is_set in lacks.items():
         if is_set:
-            raise _refused(f"the trainer does not do its {field}")
+            raise _refused(f"the trainer does not support its {field}")
     targets = config.target_modules
     if not isinstance(targets, tuple) or not all(_MODULE.fullmatch(name) for name in targets):
         raise _refused("its target_modules are not a list of names")

@@ -1,7 +1,4 @@
-"""Answer requests for unknown addresses, and name the address that the client probably meant.
-
-And those that fail for a reason of ours.
-"""
+"""Answer requests for unknown addresses and failed requests; suggest the address that was meant."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from controlplane.errors import NOTHING_HERE, InternalError, NotFound
 from controlplane.infra.circuit import is_away
 from controlplane.infra.outages import DatabaseAway
 
-#: Longer addresses are not looked at.
+#: Longest address for which another one is suggested.
 _MAX_CHARS = 300
-#: Pages that browsers open; API clients do not.
+#: Beginnings of the addresses of pages, which browsers open and API clients do not.
 _PAGES = ("/console", "/admin")
-#: By the last part of an address that other servers have: what to use here instead.
+#: Last part of an address that other servers have -> what to use here instead.
 _HINTS = {
     "metrics": "Metrics have a port of their own, for operators; GET "
     "/v1/organization/usage/completions has usage, and GET /health says whether requests are "
     "served.",
-    "version": "GET /info names the model that is served, GET /v1/models the names for `model`.",
+    "version": "GET /info names the served model, GET /v1/models the names for `model`.",
     "ping": "GET /healthz says whether this process answers, GET /readyz whether it can serve, "
     "GET /health whether requests are served.",
     "openapi.json": "It is at /api/openapi.json.",
@@ -41,7 +38,7 @@ _AWAY_PAGE = """<!doctype html>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Not available now</title>
 <h1>Not available now</h1>
-<p>The database does not answer. Nothing was lost that had been saved. Try again in a moment.</p>
+<p>The database does not answer. Saved data is not lost. Try again in a moment.</p>
 </html>
 """
 
@@ -65,7 +62,7 @@ def server_error(request: HttpRequest) -> HttpResponse:
 
 
 def database_away(request: HttpRequest) -> HttpResponse:
-    """Answer without PostgreSQL a request that needs it."""
+    """Answer a request that needs PostgreSQL while it is away."""
     error = DatabaseAway()
     if not is_page(request) or request.path.startswith(_JSON_PATHS):
         return error.response()
@@ -73,7 +70,7 @@ def database_away(request: HttpRequest) -> HttpResponse:
 
 
 def is_page(request: HttpRequest) -> bool:
-    """Return whether a browser asks, for an address that may be a page."""
+    """Return whether a browser asks for an address that may be a page."""
     if request.path.startswith(_PAGES):
         return True
     return "text/html" in request.headers.get("Accept", "")
@@ -97,7 +94,7 @@ def no_such_address(request: HttpRequest) -> NotFound:
 
 
 def suggested_address(path: str) -> str | None:
-    """Return an address of an API that exists and that a likely mistake turns into `path`."""
+    """Return an existing API address from which a likely mistake makes `path`."""
     if len(path) > _MAX_CHARS:
         return None
     plain = re.sub(r"/{2,}", "/", path).rstrip("/")

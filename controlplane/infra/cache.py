@@ -8,7 +8,7 @@ _BATCH = 500
 
 
 class SharedCache(RedisCache):
-    """Holds the counters of sign-in attempts and the used codes: all processes share them."""
+    """The counters of sign-in attempts and the used codes, shared by all processes."""
 
     def clear(self) -> None:
         """Delete the cached entries; other data in this Redis stays."""

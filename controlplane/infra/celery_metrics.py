@@ -11,12 +11,12 @@ from celery import signals
 from controlplane.celery import METRICS_FOLDER
 from controlplane.infra import metrics
 
-#: When this process began the task that it runs; a child runs one at a time.
+#: Start of the task that this process runs; a child runs one at a time.
 _begun: dict[str, float] = {}
 
 
 def watch() -> None:
-    """Count from now on, and serve when a Celery worker or beat has started."""
+    """Begin to count, and serve when a Celery worker or beat has started."""
     signals.worker_ready.connect(_serve_worker)
     signals.beat_init.connect(_serve_beat)
     signals.worker_shutdown.connect(_remove_files)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def can_be_written(value: Any) -> bool:
-    """Whether a value that was JSON has no half of a surrogate pair, which UTF-8 does not write."""
+    """Return whether a JSON value has no lone surrogate, which UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -29,7 +29,7 @@ def peppered_cipher(purpose: bytes) -> MultiFernet:
 
 
 def is_under_current_pepper(purpose: bytes, token: bytes) -> bool:
-    """Whether the value can be read without `ACCEPTED_PEPPERS`."""
+    """Return whether the value can be read without `ACCEPTED_PEPPERS`."""
     try:
         _cipher(settings.API_KEY_PEPPER, purpose).decrypt(token)
     except InvalidToken:

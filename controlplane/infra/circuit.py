@@ -1,8 +1,8 @@
 """Bound how long a request waits for PostgreSQL, and remember that it does not answer.
 
-A server that was stopped refuses connections, one that hangs keeps them open and says nothing. For
-both, a thread connects again and again, alone, until that succeeds. Meanwhile the circuit is open:
-code with patience (see `patience`) gets no connection and fails at once, so that requests neither
+A server that was stopped refuses connections, one that hangs keeps them open and says nothing. In
+both cases one thread tries to connect until that succeeds. Until then the circuit is open: code
+with patience (see `patience`) gets no connection and fails at once, so that requests neither
 wait nor use up threads. All other code waits as it always does.
 
     closed    as far as is known, PostgreSQL answers
@@ -27,11 +27,11 @@ from django.db import connection as django_connection
 log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 0.5
-#: libpq allows no shorter one.
+#: Shortest connection timeout that libpq allows.
 PROBE_TIMEOUT_S = 2
-#: A doubt that lasts longer opens the circuit.
+#: Time after which a doubt opens the circuit.
 MAX_DOUBT_S = 1.0
-#: An exhausted time still lets what has arrived be read.
+#: Shortest wait, which still reads arrived bytes when the time is used up.
 _LEAST_S = 0.01
 #: SQLSTATEs of a server that cannot be used now: connection failure, too many connections, the
 #: three that PostgreSQL gives while it starts and stops. One without any never came from a server.
@@ -61,7 +61,7 @@ def patience(wait_s: float, *, total_s: float = float("inf")) -> Iterator[None]:
 
 
 def patience_left() -> float | None:
-    """Return the seconds that the next wait may take; None: as long as it takes."""
+    """Return the seconds that the next wait may take; None: no limit."""
     current = _patience.get()
     if current is None:
         return None
@@ -69,9 +69,9 @@ def patience_left() -> float | None:
 
 
 def is_away(error: BaseException | None) -> bool:
-    """Return whether an error of Django's says that PostgreSQL cannot be reached or used.
+    """Return whether a database error means that PostgreSQL cannot be reached or used.
 
-    A fault of a statement, a deadlock and the like are no such error.
+    A fault of a statement, a deadlock and the like do not.
     """
     if not isinstance(error, OperationalError | InterfaceError):
         return False
@@ -80,7 +80,7 @@ def is_away(error: BaseException | None) -> bool:
 
 
 class Circuit:
-    """What this process knows of its PostgreSQL."""
+    """The state of PostgreSQL as this process knows it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class Circuit:
             self.doubt()
 
     def doubt(self) -> None:
-        """Find out in a thread whether PostgreSQL answers; one thread does it at a time."""
+        """Find out in a thread whether PostgreSQL answers; only one such thread runs."""
         with self._lock:
             if self.is_doubted:
                 return
@@ -120,7 +120,7 @@ class Circuit:
 
 
 def _connection_error() -> Exception | None:
-    """Connect once. -> what failed"""
+    """Connect once. -> the error, if any"""
     try:
         parameters = django_connection.get_connection_params()
         parameters["connect_timeout"] = PROBE_TIMEOUT_S

@@ -55,7 +55,7 @@ def _may_have_one(body: bytes) -> bool:
 
 
 def _place_of_first(value: Any) -> tuple[Any, ...] | None:
-    """Return the keys and indices that lead to it; None when all numbers are finite."""
+    """Return the keys and indices of the first one; None when all numbers are finite."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ()
     items: Iterable[tuple[Any, Any]] = ()

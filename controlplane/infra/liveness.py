@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 
 from contract.alive_file import AliveFile
 
-#: A main loop that was silent for longer is stuck; the health checks of Compose say the same.
+#: Silence after which a main loop counts as stuck; Compose's health checks have the same.
 SILENCE_S = 60.0
-#: How often a process shows itself to other machines.
+#: Interval at which a process shows itself to other machines.
 _SHOW_S = 10.0
 _noted_at: float | None = None
 _shown: dict[str, float] = {}
@@ -29,14 +29,14 @@ def _file() -> AliveFile:
 
 
 def note_alive(**_: Any) -> None:
-    """Record it; a process calls this in each turn of its main loop."""
+    """Record that this process lives; it calls this in each turn of its main loop."""
     global _noted_at
     _noted_at = time.monotonic()
     _file().note()
 
 
 def show_alive(name: str) -> None:
-    """Tell other machines, every 10 s at most, that a process lives; not without Redis."""
+    """Tell other machines, at most every 10 s, that a process lives; nothing without Redis."""
     if time.monotonic() < _shown.get(name, 0.0):
         return
     _shown[name] = time.monotonic() + _SHOW_S
@@ -52,7 +52,7 @@ def hide(name: str) -> None:
 
 
 def silent_s(name: str) -> float | None:
-    """Return how long ago it last showed itself; None: not within a day."""
+    """Return the time since it last showed itself; None: not within a day."""
     at = cache.get(_name(name))
     return None if at is None else max(0.0, time.time() - at)
 
@@ -62,14 +62,14 @@ def _name(name: str) -> str:
 
 
 def is_alive() -> bool:
-    """Return whether the main loop runs; a process that has not recorded anything counts as."""
+    """Return whether the main loop runs; a process without a record counts as running."""
     return _noted_at is None or time.monotonic() - _noted_at < SILENCE_S
 
 
 def watch_celery() -> None:
-    """Record it whenever a Celery worker sends a heartbeat or beat sends a task.
+    """Record a sign of life when a Celery worker sends a heartbeat or beat sends a task.
 
-    Other processes send tasks, too, now and then: for them that is no turn of a loop.
+    Other processes send tasks, too, which is no turn of a loop.
     """
     heartbeat_sent.connect(note_alive)
     beat_init.connect(_watch_tasks)

@@ -8,7 +8,7 @@ from django.db import connection
 
 
 def lock_until_commit(name: str) -> None:
-    """Take this lock, after waiting for other holders; it is held until the transaction ends."""
+    """Wait for this lock and hold it until the transaction ends."""
     digest = hashlib.sha256(name.encode()).digest()
     number = int.from_bytes(digest[:8], "big", signed=True)
     with connection.cursor() as cursor:

@@ -55,8 +55,8 @@ def logging_config(log_format: str, level: str, *context: Processor) -> dict[str
             **{name: {"level": own} for name in OWN_LOGGERS},
             # Without handlers of their own, which uvicorn and Django would add.
             **{name: {"handlers": [], "propagate": True} for name in ("uvicorn", "django")},
-            # Its lines have query strings; `request_lines` writes ours. Without a handler uvicorn
-            # does not make them at all.
+            # Its lines have query strings; `request_lines` writes ours. uvicorn makes none without
+            # a handler.
             "uvicorn.access": {"handlers": [], "propagate": False},
             "django.server": {"handlers": [], "propagate": True},
             # Its warnings have whole URLs, which may be secrets of a tenant.

@@ -20,7 +20,7 @@ class EmailBackend(filebased.EmailBackend):
 
     def open(self) -> bool:
         if self.stream is None:
-            # Made with its mode, not changed afterwards: nobody can open it in between.
+            # The file is created with its mode, so that nobody can open it before a change of mode.
             self.stream = open(self._get_filename(), "ab", opener=_private)  # type: ignore[attr-defined]
             return True
         return False

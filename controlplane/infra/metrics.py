@@ -1,4 +1,4 @@
-"""What the control plane's processes count, and the port where Prometheus reads it.
+"""The metrics of the control plane's processes, and the port where Prometheus reads them.
 
 docs/metrics.md has the list. Labels have few values: never a tenant, a key, an adapter or an id.
 
@@ -114,7 +114,7 @@ CAPTURED_REQUESTS = Counter("lorikeet_captured_requests", "Requests kept to trai
 FEEDBACK = Counter("lorikeet_feedback", "Feedback on requests' answers.", ("kind",))
 TRAINING_STEPS = Counter("lorikeet_training_steps", "Steps of training runs.")
 
-# Else the first event of each kind would not show as an increase.
+# Initialise all labels: else the first event of each kind would not show as an increase.
 for _counter, _values in (
     (USAGE_RECORDS, ("settled", "rejected")),
     (REAPED, ("requeued", "end", "over", "unserved")),
@@ -140,13 +140,13 @@ for _counter, _values in (
 #: The first parts of addresses -> the surface that they are counted under.
 _SURFACES = {"v1": "gateway", "api": "management", "ops": "operators"}
 _SURFACES |= {name: name for name in ("console", "admin", "static")}
-#: More reasons than there are; a bound, in case one is ever made of what a client sent.
+#: Largest number of reasons: a bound, if one is ever made from a client's text.
 _MAX_REASONS = 64
 _reasons: set[str] = set()
 
-#: What one process reads for the whole installation; apps add theirs when they are ready.
+#: Readings of the whole installation, which one process makes; apps add theirs when ready.
 READINGS: dict[str, Callable[[], Iterable[Metric]]] = {}
-#: Scrapes that come sooner after another get the same readings.
+#: Time during which scrapes get the same readings.
 _READINGS_KEPT_S = 2.0
 
 
@@ -179,8 +179,8 @@ def serve(
 ) -> ProbeServer | None:
     """Serve /metrics, /healthz and /readyz; None if LORIKEET_METRICS_PORT is not set.
 
-    needs               what the process cannot serve without: names of `readiness.CHECKS`
-    reads_installation  whether it tells what is true of all processes together, too
+    needs               the servers that the process needs: names of `readiness.CHECKS`
+    reads_installation  whether it also reports readings of the whole installation
     is_shared           whether this process and its children count in files
 
     Ends the process when the port is taken.
@@ -217,7 +217,7 @@ def gauge(
 
 
 class _Installation(Collector):
-    """Runs READINGS when Prometheus asks. One that fails does not hide the others."""
+    """A collector that runs READINGS when Prometheus asks; a failing one hides no other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -225,7 +225,7 @@ class _Installation(Collector):
         self._kept_until = 0.0
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # else the registry would ask the servers now
+        return ()  # so that the registry does not ask the servers now
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

@@ -9,7 +9,7 @@ from controlplane.infra.storage import STORAGE_ERRORS
 DATABASE_OUTAGE = (OperationalError, InterfaceError)
 #: Raised by the asyncio client. uvloop raises RuntimeError for a connection that was just closed.
 REDIS_OUTAGE = (RedisError, OSError, RuntimeError)
-#: Of the database and the object store together.
+#: Errors of the database and of the object store.
 STORE_OUTAGE = (*DATABASE_OUTAGE, *STORAGE_ERRORS)
 
 

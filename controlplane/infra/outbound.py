@@ -1,4 +1,4 @@
-"""Call addresses that a tenant names: the only way in which the control plane does so.
+"""Call addresses that a tenant names; the control plane calls them only with this module.
 
 The rules are in `outbound_policy`. A host's name is resolved once; all its addresses are checked;
 the connection goes to a checked address itself, so a resolver that changes its answer cannot lead
@@ -37,7 +37,7 @@ from controlplane.infra.outbound_policy import (
 
 MAX_HEADER_BYTES = 32 * 1024
 MAX_REDIRECTS = 3
-#: Of a host's addresses so many are tried.
+#: Number of a host's addresses that are tried.
 _MAX_TRIES = 3
 _PIECE = 64 * 1024
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -47,24 +47,24 @@ Resolver = Callable[[str, int], Sequence[str]]
 
 
 class CallFailed(Exception):
-    """The call may be made and did not succeed; the message is for the tenant."""
+    """An allowed call that did not succeed; the message is for the tenant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of one call, redirects included."""
+    """The bounds of one call, redirects included."""
 
-    #: To resolve the name, and then to reach an address.
+    #: Time to resolve the name, and then to reach an address.
     connect_s: float = 5.0
     total_s: float = 10.0
-    #: To the end of the answer's header; None: `total_s`.
+    #: Time to the end of the answer's header; None: `total_s`.
     header_s: float | None = None
-    #: Without a byte of the body; None: `total_s`.
+    #: Time without a byte of the body; None: `total_s`.
     idle_s: float | None = None
-    #: The body's average pace, after `idle_s`.
+    #: Least average pace of the body, after `idle_s`.
     least_bytes_per_s: float = 0.0
     max_url_chars: int = MAX_URL_CHARS
-    #: Of the answer's body.
+    #: Largest length of the answer's body.
     max_bytes: int = 64 * 1024
 
 
@@ -80,7 +80,7 @@ class Answer:
     def pieces(self) -> Iterator[bytes]:
         """Yield the body as it was sent. Raises CallFailed, also for a body that is too long."""
         if self.headers.get("Content-Encoding", "identity") != "identity":
-            raise CallFailed("The answer is compressed, which was not asked for.")
+            raise CallFailed("The answer is compressed: serve it without Content-Encoding.")
         num_bytes = 0
         with _failures():
             while piece := self._response.read(_PIECE, decode_content=False):
@@ -153,7 +153,7 @@ def call(
             try:
                 url = urljoin(destination.url, location)
             except ValueError as error:
-                raise Refused("It redirects to what is no URL.") from error
+                raise Refused("It redirects to something that is not a URL.") from error
         meter.body_begins()
         yield Answer(response, bounds.max_bytes)
 
@@ -222,7 +222,7 @@ def _connect(
 
 
 def _connection(destination: Destination, policy: OutboundPolicy, address: str) -> _Pinned:
-    """Return a connection to the checked address, which is a number: nothing resolves it again."""
+    """Return a connection to the checked address, a number that nothing resolves again."""
     if destination.scheme == "http":
         return _Http(address, destination.port)
     return _Https(
@@ -290,7 +290,7 @@ def _counted() -> Iterator[None]:
 
 
 class _Meter:
-    """What one connection may still take: time, and bytes of the answer's header."""
+    """The time and the bytes of header that one connection may still take."""
 
     def __init__(self, bounds: Bounds, began_at: float) -> None:
         self._bounds = bounds
@@ -367,7 +367,7 @@ class _Pinned(HTTPConnection):
             sock.settimeout(self.timeout)  # type: ignore[arg-type]  # `_connect` sets a number
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect((self.host, self.port))
-            # The handshake of TLS that follows: what is left may be less by now.
+            # For the handshake of TLS that follows: less time may be left by now.
             sock.settimeout(min(self.timeout, self.meter.left_s()))  # type: ignore[type-var]
         except BaseException:
             sock.close()

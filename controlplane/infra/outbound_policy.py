@@ -1,4 +1,4 @@
-"""Which hosts, ports and addresses `outbound` may call: public ones, and what the operator adds."""
+"""The hosts, ports and addresses that `outbound` may call: public ones, and the operator's."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ MAX_URL_CHARS = 2000
 _NOT_PUBLIC = tuple(
     IPv4Network(text)
     for text in (
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
-        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
-        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16",
+        "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
     )
-)
-#: All that is allocated to hosts; of it not: protocols (Teredo, ORCHID), documentation, 6to4.
+)  # fmt: skip
+#: The networks of hosts, without those for protocols (Teredo, ORCHID), documentation, 6to4.
 _PUBLIC_6 = IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = tuple(
     IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
 )
-#: Addresses of this prefix contain an IPv4 address (NAT64), which is judged.
+#: Prefix of addresses that contain an IPv4 address (NAT64), which is checked instead.
 _NAT64 = IPv6Network("64:ff9b::/96")
-#: Where clouds give machines their credentials; no setting allows them. Azure's is a public one.
+#: Addresses of clouds' credentials, never allowed; Azure's is a public one.
 _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in (
-        *("169.254.169.254", "169.254.170.2", "169.254.170.23", "168.63.129.16"),
-        *("100.100.100.200", "192.0.0.192"),
-        *("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe"),
+        "169.254.169.254", "169.254.170.2", "169.254.170.23", "168.63.129.16",
+        "100.100.100.200", "192.0.0.192",
+        "fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe",
     )
-)
+)  # fmt: skip
 
-#: The one parser of a URL: what does not have this form is refused. No user, no zone, no percent
-#: sign in the host, no backslash, space, control or non-ASCII character, no fragment.
+#: The only parser of a URL; text of another form is refused. No user, no zone, no percent sign in
+#: the host, no backslash, space, control or non-ASCII character, no fragment.
 _URL = re.compile(
     r"(?P<scheme>https?)://"
     r"(?:\[(?P<six>[0-9a-f:.]{2,45})\]|(?P<name>[a-z0-9_.-]{1,253}))"
@@ -53,7 +53,7 @@ _URL = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
-#: What resolvers read as a number, and so as part of an IPv4 address.
+#: Text that resolvers read as a number, and so as part of an IPv4 address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _USUAL_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "postgres": 5432}
 _USUAL_PORTS |= {"redis": 6379, "rediss": 6379}
@@ -78,7 +78,7 @@ class Destination:
 
     @property
     def authority(self) -> str:
-        """The header Host."""
+        """Return the header Host."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _USUAL_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -89,13 +89,13 @@ class Destination:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutboundPolicy:
-    """What the operator allows and denies beside the rules that always apply."""
+    """The operator's rules beside those that always apply."""
 
     #: "host" or "host:port": may be called by http and, if a port is given, on that one.
     hosts: frozenset[str] = frozenset()
-    #: Not public, and allowed nevertheless.
+    #: Allowed networks that are not public.
     allowed: tuple[Network, ...] = ()
-    #: Public, and denied nevertheless.
+    #: Denied networks that are public.
     denied: tuple[Network, ...] = ()
     #: (host, port) of our own services.
     own: frozenset[tuple[str, int]] = frozenset()
@@ -119,7 +119,7 @@ class OutboundPolicy:
         if not 1 <= port <= 65535:
             raise Refused("A port is a number from 1 to 65535.")
         if (host, port) in self.own:
-            raise Refused("This is an address of the platform itself.")
+            raise Refused("This is an address of the platform itself: use another one.")
         if address is not None:
             self.check_address(address, port)
         path = target if target.startswith("/") else f"/{target}"
@@ -147,11 +147,11 @@ class OutboundPolicy:
         is_allowed = any(address in network for network in self.allowed) or is_public(address)
         is_own = (str(address), port) in self.own
         is_metadata = _without_scope(address) in _METADATA
-        # What the kernel reaches by an address of the other kind passes by the lists of networks.
+        # An address that embeds one of the other kind would bypass the lists of networks.
         is_mapped = isinstance(address, IPv6Address) and address.ipv4_mapped is not None
         if is_metadata or is_mapped or is_denied or is_own or not is_allowed:
-            # The same words as for a name without an address: else they would tell which names
-            # exist inside.
+            # The same words as for a name without an address: others would show which names exist
+            # inside.
             raise Refused("The host has no public address.")
 
 
@@ -208,7 +208,7 @@ def _literal_6(text: str) -> tuple[str, Address]:
     try:
         address = IPv6Address(text)
     except ValueError as error:
-        raise Refused("This is no IPv6 address.") from error
+        raise Refused("This is not an IPv6 address.") from error
     return str(address), address
 
 
@@ -222,7 +222,7 @@ def _name(host: str) -> tuple[str, Address | None]:
             raise Refused("Write an IPv4 address as four decimal numbers.") from error
         return host, address
     if not all(map(_LABEL.fullmatch, labels)):
-        raise Refused("This is no host name. Write one with other letters as xn--….")
+        raise Refused("This is not a host name. Write a name with other letters as xn--….")
     return host, None
 
 

@@ -21,7 +21,7 @@ class NotReady(Exception):
 
 
 def check_database(role: str, address: dict[str, object]) -> None:
-    """Raises NotReady unless PostgreSQL lets this role in."""
+    """Check that PostgreSQL lets this role in. Raises NotReady."""
     place = f"{address['HOST']}:{address['PORT'] or 5432}"
     try:
         connect_once(address, ANSWER_S)
@@ -31,7 +31,7 @@ def check_database(role: str, address: dict[str, object]) -> None:
             "The database was made with another password: put that one into .env, or change the "
             f"role's with `alter role {address['USER']} password '…'`."
             if "password" in said
-            else "See that it runs and that the address is right."
+            else "Check that it runs and that the address is right."
         )
         raise NotReady(
             f"{role} cannot use PostgreSQL at {place}: {said.rstrip('.')}. {hint}"
@@ -54,7 +54,7 @@ def connect_once(address: Mapping[str, object], answer_s: int) -> None:
 
 
 def check_redis(name: str, url: str) -> None:
-    """Raises NotReady unless Redis answers."""
+    """Check that Redis answers. Raises NotReady."""
     try:
         with redis.Redis.from_url(
             url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S
@@ -78,21 +78,21 @@ def check_store(*, patience_s: float = ANSWER_S) -> None:
         raise NotReady(f"{place}: {_meaning(error)}") from error
     except BotoCoreError as error:
         raise NotReady(
-            f"{place} cannot be reached: {error}. See S3_ENDPOINT_URL, and that it runs."
+            f"{place} cannot be reached: {error}. Check S3_ENDPOINT_URL, and that the store runs."
         ) from error
 
 
 def allow_uploads() -> str:
-    """Set the bucket's CORS rule for the console's pages. -> what to tell the operator, or "".
+    """Set the bucket's CORS rule for the console's pages. -> a note for the operator, or "".
 
-    A key of narrow rights may not do that: then the operator does. Raises NotReady.
+    A key with narrow rights may not do that; then the operator must. Raises NotReady.
     """
     try:
         storage.cors_allow()
     except ClientError as error:
         origins = ", ".join(storage.console_origins())
         return (
-            f"The bucket's CORS rules are as they were: {_meaning(error)}. Let pages of {origins} "
+            f"The bucket's CORS rules were not changed: {_meaning(error)}. Let pages of {origins} "
             "send files: docs/deploy.md, CORS."
         )
     except BotoCoreError as error:

@@ -1,4 +1,4 @@
-"""Which servers a process needs, and which of them do not answer: /readyz."""
+"""The servers that a process needs, and those that do not answer: /readyz."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from django.conf import settings
 from controlplane.infra import storage
 from controlplane.infra.preflight import connect_once
 
-#: Answers are kept so long: strangers may ask for /readyz as often as they like.
+#: Time for which results are kept, because strangers may ask for /readyz often.
 KEPT_S = 2.0
 _ANSWER_S = 2
 
@@ -25,7 +25,7 @@ def _ping(url: str) -> None:
         client.ping()
 
 
-#: Name -> raises when the server does not answer.
+#: Name -> a function that raises when the server does not answer.
 CHECKS: Mapping[str, Callable[[], None]] = {
     "database": lambda: connect_once(settings.DATABASES["default"], _ANSWER_S),
     "redis": lambda: _ping(settings.REDIS_URL),

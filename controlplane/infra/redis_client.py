@@ -18,7 +18,7 @@ from controlplane.infra.metrics import REDIS_ERRORS
 
 
 class _Counting:
-    """Counts each attempt that Redis did not answer; beside a `Retry` of redis-py."""
+    """A mixin for redis-py's `Retry` that counts attempts without an answer."""
 
     def call_with_retry(self, do: Any, fail: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def counted(*failure: Any) -> Any:

@@ -1,7 +1,7 @@
 """One log line for each HTTP request, written when its answer has ended, and its ids.
 
 A request has two ids: `request_id` is ours and unique, `client_request_id` is what its client
-called it. Both are in every line that is written meanwhile, and in the answer's headers.
+called it. Both are in every line of the request and in the answer's headers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from django.http import HttpRequest, HttpResponseBase
 
 log = logging.getLogger("controlplane.requests")
 
-#: What a client may send its own id in; the first is OpenAI's name for it.
+#: Headers with a client's own id; the first is OpenAI's.
 CLIENT_HEADERS = ("X-Client-Request-Id", "X-Request-Id")
-#: UUIDs, ULIDs, trace ids of W3C and of load balancers. Others are ignored, as if not sent.
+#: Ids that are taken over: UUIDs, ULIDs, trace ids. Others are ignored.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;/=+@-]{0,127}", re.ASCII)
-#: Asked every few seconds by those who watch.
+#: Paths that monitors request every few seconds.
 QUIET_ROUTES = frozenset(("/healthz", "/readyz", "/metrics"))
 
 Fields = dict[str, Any]
@@ -62,12 +62,12 @@ class RequestLine:
         structlog.contextvars.bind_contextvars(**self._fields)
 
     def add(self, **fields: Any) -> None:
-        """Add fields to it, and to all lines until then."""
+        """Add fields to this line, and to all lines before it."""
         self._fields |= fields
         structlog.contextvars.bind_contextvars(**fields)
 
     def add_later(self, fields: Callable[[float], Fields]) -> None:
-        """Have it ask for fields when it is written; they may say another `outcome`.
+        """Add fields that are computed when the line is written; they may set `outcome`.
 
         fields  gets the moment at which the request came, in seconds of time.monotonic
         """
@@ -82,7 +82,7 @@ class RequestLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and not isinstance(error, Exception):  # nobody waits any more
+        if error is not None and not isinstance(error, Exception):  # the client has left
             self._write(None, "client_left")
 
     def end_with(self, response: HttpResponseBase) -> None:
@@ -100,7 +100,7 @@ class RequestLine:
 
     @property
     def route(self) -> str:
-        """The pattern, not the path: paths have ids, and tokens of invites."""
+        """Return the pattern, not the path: paths have ids, and tokens of invites."""
         match = getattr(self._request, "resolver_match", None)
         return f"/{match.route}" if match is not None else ""
 

@@ -72,7 +72,7 @@ def read_list(body: bytes) -> tuple[list[Listed], str]:
 
     Raises WrongAnswer.
     """
-    if b"<!" in body:  # a list has no entities: they could make it as large as they like
+    if b"<!" in body:  # entities, which a list has not, could make it arbitrarily large
         raise WrongAnswer
     try:
         root = ElementTree.fromstring(body)

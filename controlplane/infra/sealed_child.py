@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parent.parent.parent
 _POLL_S = 0.01
-#: How long a child that has answered may take to end.
+#: Time that a child may take to exit after its answer.
 _END_S = 5.0
 
 
@@ -36,7 +36,7 @@ class Bounds:
 
     memory_bytes  that it may use besides its program
     cpu_s         of CPU time
-    wall_s        in all: only a machine without time for it takes so long
+    wall_s        in all; only an overloaded machine reaches it
     answer_bytes  of its answer
     """
 
@@ -47,7 +47,7 @@ class Bounds:
 
 
 class OverBounds(Exception):
-    """Raised when the work needs more than it may; the message says of what: "it …"."""
+    """Raised when the work exceeds a bound; the message says which: "it …"."""
 
 
 class Lost(Exception):
@@ -60,9 +60,9 @@ class Broken(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a child answered, and what it took.
+    """The answer of a child, and its cost.
 
-    walls  what held it, as `contract.sealed_process` names them
+    walls  the walls around it, as `contract.sealed_process` names them
     """
 
     answer: dict[str, Any]
@@ -162,7 +162,7 @@ def _judge(text: bytes | None, status: int | None, cpu_s: float, bounds: Bounds)
     if status == -signal.SIGXCPU or (status is not None and status < 0 and cpu_s >= bounds.cpu_s):
         raise OverBounds(f"it takes more than {bounds.cpu_s} s of CPU time")
     if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
-        raise Lost(f"it was ended from outside ({status})")
+        raise Lost(f"it was killed from outside ({status})")
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):

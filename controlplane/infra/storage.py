@@ -27,7 +27,7 @@ _PIECE_BYTES = 1 << 20
 PART_BYTES = 8 << 20
 
 
-#: A copy within the store: one call, or more of so many bytes that each is answered in time.
+#: Largest part of a copy within the store, so that each call is answered in time.
 _COPYING = TransferConfig(multipart_threshold=256 << 20, multipart_chunksize=256 << 20)
 
 
@@ -121,7 +121,7 @@ def read_pieces(key: str, *, max_bytes: int, start: int = 0) -> Iterator[bytes]:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status == 404:
             raise ObjectMissing(key) from error
-        if status == 416:  # there is no such byte
+        if status == 416:  # the range begins behind the end
             return
         raise
     with contextlib.closing(answer["Body"]) as body:
@@ -165,7 +165,7 @@ def probe(*, patience_s: float) -> None:
 
 
 def ensure_bucket(client: Any = None) -> None:
-    """Make the bucket if the store says there is none; ignore other errors, which a write names."""
+    """Make the bucket if it is missing; ignore other errors, which a write will raise."""
     client = client or _internal()
     try:
         client.head_bucket(Bucket=settings.S3_BUCKET)
@@ -201,7 +201,7 @@ def delete(keys: list[str]) -> None:
 
 
 class ObjectWriter:
-    """Writes an object piece by piece; it keeps one part in memory.
+    """A writer of an object, piece by piece, with one part in memory.
 
     The object exists only after `finish`; after `abort` it never does.
     """
@@ -259,12 +259,12 @@ def unfinished_writes(prefix: str) -> list[dict[str, Any]]:
 
 
 def abort_parts(prefix: str) -> int:
-    """Abort the unfinished writes under a prefix. -> how many."""
+    """Abort the unfinished writes under a prefix. -> their number."""
     return _abort(unfinished_writes(prefix))
 
 
 def abort_old_parts(*, before: dt.datetime) -> int:
-    """Abort the unfinished writes that began before this time. -> how many.
+    """Abort the unfinished writes that began before this time. -> their number.
 
     Those of adapters' staging areas last as long as their versions: `orphaned_objects` ends them.
     """

@@ -16,7 +16,7 @@ from controlplane.infra.outages import DatabaseAway
 
 _T = TypeVar("_T")
 
-#: For an answer of the database, or a connection to it.
+#: Time limit of a database's answer, or of a connection to it.
 QUERY_WAIT_S = 10.0
 
 

@@ -1,4 +1,4 @@
-"""Variables: reads settings from an environment, and names the one that is wrong."""
+"""Read settings from an environment; errors name the wrong variable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class Variables:
-    """All methods raise ImproperlyConfigured, with the variable's name."""
+    """The variables of an environment. All methods raise ImproperlyConfigured."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -33,7 +33,7 @@ class Variables:
         if value is None:
             raise ImproperlyConfigured(f"the environment variable {name} is not set")
         if "change-me" in value:
-            raise ImproperlyConfigured(f"{name} still says change-me: give it a value of your own")
+            raise ImproperlyConfigured(f"{name} is still change-me: set a value of your own")
         return value
 
     def flag(self, name: str, default: bool) -> bool:

@@ -23,7 +23,7 @@ from controlplane.training.last_lines import last_lines
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-#: Of Python, torch and transformers, with their threads' stacks.
+#: Memory of Python, torch and transformers, with their threads' stacks.
 _OWN_BYTES = 3 << 30
 
 
@@ -46,7 +46,7 @@ def run_inspector(
 
     folder       scratch space of this inspection
     environment  the child's whole environment
-    cwd          where Python looks for the child's modules first; None: where this process runs
+    cwd          the folder of the child's modules; None: the folder of this process
     """
     job_path, stderr_path = folder / "job.json", folder / "stderr.log"
     job.write(job_path)
@@ -63,7 +63,7 @@ def run_inspector(
         answer = _read(child, time.monotonic() + TIMEOUT_S)
         returncode = child.wait(10)
     except subprocess.TimeoutExpired as error:
-        raise InspectionFailed("The inspector's child did not end.") from error
+        raise InspectionFailed("The inspector's child did not exit.") from error
     finally:
         assert child.stdout is not None
         child.stdout.close()

@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far log-probabilities may differ: `absolute` + `relative` · |log-probability|."""
+    """The allowed difference of log-probabilities: `absolute` + `relative` · |log-probability|."""
 
     absolute: float
     relative: float
@@ -33,9 +33,9 @@ class Tolerance:
 #: 0.49 at most, 0.08 in root mean square.
 FP32 = Tolerance(0.02, 0.002)
 BF16 = Tolerance(0.75, 0.03)
-#: How far the adapter's strength may be from 1, beside what the base's own differences explain.
+#: Allowed distance of the strength from 1, beyond what the base's differences explain.
 STRENGTH = 0.2
-#: The number of standard errors of the strength that are noise.
+#: Number of standard errors of the strength that count as noise.
 _SIGMAS = 5.0
 
 
@@ -56,7 +56,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the comparison says.
+    """The result of the comparison.
 
     problem       how the adapter's values differ; "": they agree
     base_problem  how the base's values differ, which says nothing about the adapter; "": they agree
@@ -111,12 +111,12 @@ def _largest(reference: Scores, served: Scores) -> float:
 
 
 def _first_difference(reference: Scores, served: Scores, tolerance: Tolerance) -> str:
-    """Say where the values differ most beyond the tolerance; "" if nowhere."""
+    """Describe the largest difference beyond the tolerance; "" if there is none."""
     worst, said = 0.0, ""
     for prompt, (wanted, found) in enumerate(zip(reference.logprobs, served.logprobs, strict=True)):
         for position, (want, have) in enumerate(zip(wanted, found, strict=True), start=1):
             excess = abs(want - have) - tolerance.of(want)
-            # Written so that NaN counts.
+            # Written so that NaN counts as a difference.
             if not excess <= worst:
                 worst = excess if math.isfinite(excess) else math.inf
                 said = _said(prompt, f"position {position}", want, have)
@@ -139,7 +139,7 @@ def _said(prompt: int, where: str, want: float, have: float) -> str:
 def _strength(
     reference: Scores, served: Scores, base_reference: Scores, base_served: Scores
 ) -> tuple[float | None, float]:
-    """Return c, fitted by least squares, and how far from 1 it may be; (None, 0) without effect.
+    """Return c, fitted by least squares, and its allowed distance from 1; (None, 0) without effect.
 
     Each change is clipped, so that one unlikely token does not decide.
     """

@@ -1,8 +1,8 @@
 """Inspect versions, one at a time: the doctor's report, then the probe, then the decision.
 
-An inspector takes the inspection of the tenant whose turn it is, under a lease with the number of
-its attempt: it writes only what that attempt may write. A version that is held becomes ready when a
-worker agrees, and is rejected when it does not. One that is ready already stays so when they agree;
+An inspector takes the next inspection of the next tenant, under a lease with the number of its
+attempt: it writes only what that attempt may write. A held version becomes ready when a worker
+agrees, and is rejected when it does not. A version that is ready already stays so when they agree;
 else it is rejected, unless it is live or an alias names it: then the operators are told.
 """
 
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 
 Status = AdapterInspection.Status
 
-#: The child's time limit, and the probe's, with what surrounds them.
+#: Time of a lease: the limits of child and probe, and of the steps around them.
 _LEASE = dt.timedelta(minutes=8)
-#: After an attempt that said nothing; twice as long after each further one. `hold` counts as one.
+#: Pause after an attempt without a result, doubled after each further one, `hold` included.
 _TRY_AGAIN, _TRY_LATEST = dt.timedelta(minutes=5), dt.timedelta(days=1)
-#: Workers and devices that are kept with a probe.
+#: Number of workers and devices that are stored with a probe.
 _MAX_NAMED = 8
-#: What a worker says of an adapter that it cannot serve: as wrong as other numbers.
+#: Codes of a worker's errors about the adapter, which count as a mismatch.
 _REFUSALS = (
     ErrorCode.ADAPTER_INCOMPATIBLE,
     ErrorCode.ADAPTER_QUARANTINED,
@@ -65,7 +65,7 @@ _REFUSALS = (
 
 
 class NotRun(Exception):
-    """Raised when the probe says nothing about the adapter; the message says why."""
+    """Raised when the probe has no result about the adapter; the message says why."""
 
 
 class Mismatch(Exception):
@@ -77,13 +77,13 @@ class Mismatch(Exception):
 
 
 class InspectionLease(RowLease[AdapterInspection]):
-    """An inspector's lease on the inspection that it does."""
+    """An inspector's lease on its inspection."""
 
     fence_field = "attempts"
 
 
 def inspect_next() -> bool:
-    """Inspect the version that is next. -> False when none waits."""
+    """Inspect the next version. -> False when none waits."""
     inspection = _claim()
     if inspection is None:
         return False
@@ -93,9 +93,9 @@ def inspect_next() -> bool:
 
 
 def _claim() -> AdapterInspection | None:
-    """Take the inspection that is next among all tenants.
+    """Take the next inspection of all tenants.
 
-    Those that a version waits for come first, then those that somebody asked for.
+    Those of held versions come first, then those that somebody asked for.
     """
     while True:
         with all_tenants(reason="the next inspection is chosen among all tenants"):
@@ -133,7 +133,7 @@ def _inspect(inspection: AdapterInspection) -> None:
         raise
     except Exception:
         log.exception("an inspection failed", extra=fields)
-        _put_off(inspection, "The inspector failed; its log says why.")
+        _put_off(inspection, "The inspector failed: send the operator this version's id.")
     else:
         _decide_for(inspection, found)
     runs_conclude(version)  # at once: a tick would look at them up to half a minute later
@@ -193,11 +193,11 @@ def _told(job: InspectJob, folder: Path) -> dict[str, Any]:
     except InspectionFailed as error:
         raise NotRun(str(error)) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise NotRun("The inspector's child printed something else.") from error
+        raise NotRun("The inspector's child printed JSON of the wrong form.") from error
 
 
 def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -> dict[str, Any]:
-    """Return what to keep of a probe that agrees. Raises NotRun, and Mismatch."""
+    """Return the stored fields of a probe that agrees. Raises NotRun, and Mismatch."""
     prompts = reference["prompts"]
     wanted, wanted_base = scores_of(prompts, "adapter"), scores_of(prompts, "base")
     try:
@@ -274,14 +274,14 @@ def _decide_against(inspection: AdapterInspection, why: str, found: dict[str, An
         if not _end(inspection, Status.MISMATCH, reason, found):
             return
         version.refresh_from_db(fields=["status", "kept_digest", "digest"])
-        # Whoever makes a revision that names the version has the adapter's lock, too.
+        # Code that makes a revision with the version takes the adapter's lock, too.
         aliases = aliases_of(Q(version=version))
         is_live = adapter.live_version_id == version.pk
         is_used = is_live or bool(aliases)
         if version.status == AdapterVersion.Status.VALIDATING:
             ingest.version_reject_held(version, reason)
         elif is_used:
-            # Taking it from its callers may harm more than its answers: people decide.
+            # Its removal may harm callers more than its answers do, so people decide.
             after = {"why": reason, "is_live": is_live, "aliases": aliases}
             record("probe_mismatch", version, after=after)
         else:
@@ -293,14 +293,14 @@ def _decide_against(inspection: AdapterInspection, why: str, found: dict[str, An
 
 
 def _lock(version: AdapterVersion) -> Adapter:
-    """Lock adapter, version, and with them what follows from the version, in everybody's order."""
+    """Lock the adapter, then the version, in the order of all code."""
     adapter = promotion.lock(version.adapter_id)
     AdapterVersion.objects.select_for_update().filter(pk=version.pk).first()
     return adapter
 
 
 def _reject_ready(version: AdapterVersion, reason: str) -> None:
-    """Reject a version that went on without its probe, and that nobody's requests mean now.
+    """Reject a version that became ready without its probe and that no request can mean now.
 
     Its files stay for a day: requests that were accepted may still load them.
     """
@@ -320,7 +320,7 @@ def _reject_ready(version: AdapterVersion, reason: str) -> None:
 
 
 def _put_off(inspection: AdapterInspection, why: str) -> None:
-    """Note why there was no probe; a held version goes on, unless the probe is required."""
+    """Note why there was no probe; a held version becomes ready, unless the probe is required."""
     is_over = bool(inspection.facts) and settings.PROBE != "require"
     status = Status.WAITING if inspection.facts and not is_over else Status.NOT_RUN
     rows = InspectionLease(inspection).rows(*AdapterInspection.OPEN)

@@ -1,8 +1,8 @@
 """Ask a worker of the pool for the log-probabilities of the probe's prompts.
 
-The requests go through the fair queue as the tenant's, like any other, so a probe tests what
-serves. They are not billed: their `endpoint` says what they are, and the accountant drops their
-records; no limit and no budget counts them.
+The requests go through the fair queue as the tenant's, like any other, so a probe tests the serving
+path. They are not billed: the accountant drops their records by their `endpoint`; no limit and no
+budget counts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from controlplane.inspections.comparison import Scores
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
 from controlplane.tenancy.scoping import new_id
 
-#: How long the answer to a probe is waited for.
+#: Time limit of the answer to a probe.
 TIMEOUT_S = 60.0
 
 Prompts = Sequence[Sequence[int]]
@@ -29,13 +29,12 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a worker answered.
+    """The answer of a worker.
 
     workers       those of the base model: one of them answered
     devices       that these compute on
-    load_ms       how long the adapter took to load, when it was loaded: its files and from there to
-                  the device; 0 of a worker that does not tell and had it already
-    device_bytes  what it takes of the device; None: the worker does not tell
+    load_ms       time to load the adapter, from its files to the device; 0 if an old worker had it
+    device_bytes  the adapter's memory on the device; None: the worker does not report it
     """
 
     scores: Scores

@@ -1,4 +1,4 @@
-"""Figures for the doctor's report that follow from what is kept."""
+"""Figures for the doctor's report, computed from stored ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def device_bytes(version: AdapterVersion) -> int | None:
-    """Return what a version's weights take in the memory of the device that it was probed on.
+    """Return the memory of a version's weights on the device that it was probed on.
 
     The worker that was probed told it. If it did not, see `is_estimated`, it follows from the
     number of parameters and the worker's dtype; then the worker takes up to an eighth of a page

@@ -1,4 +1,4 @@
-"""What beat does for inspections: nothing waits for ever, and no lost one is forgotten."""
+"""The sweep of inspections: end waits that are too long, and queue lost inspections again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 log = logging.getLogger(__name__)
 
 _MAX_PER_TURN = 100
-#: Messages that are sent again in one turn: an inspector takes seconds for each.
+#: Number of messages sent again in one turn: an inspector takes seconds for each.
 _MAX_SENT = 20
 
 
 def held_release() -> None:
-    """Let the held versions of all tenants go on whose wait is over."""
+    """Release the held versions of all tenants whose wait is over."""
     with all_tenants(reason="find versions of all tenants that waited long enough"):
         rows = AdapterInspection.objects.filter(is_held=True, held_until__lte=timezone.now())
         due = list(rows.select_related("version").order_by("held_until")[:_MAX_PER_TURN])
@@ -30,7 +30,7 @@ def held_release() -> None:
 
 
 def open_send() -> None:
-    """Queue what no inspector works on: its message was lost, or its last attempt failed."""
+    """Queue inspections whose message was lost, or whose last attempt failed."""
     if not is_inspector_alive():
         return
     with all_tenants(reason="find lost inspections of all tenants"):

@@ -10,12 +10,12 @@ from controlplane.inspections import execution, sweep
 
 @shared_task(name=INSPECT_TASK)
 def adapter_inspect(tenant_id: str, version_id: str) -> None:
-    """Inspect the version that is next: it may be another than the one that sent this message."""
+    """Inspect the next version, which may not be the one that sent this message."""
     execution.inspect_next()
 
 
 @shared_task(name="controlplane.inspections.tasks.inspections_sweep")
 def inspections_sweep() -> None:
-    """Let versions go on that waited long enough; queue lost and failed inspections again."""
+    """Release versions whose wait is over; queue lost and failed inspections again."""
     sweep.held_release()
     sweep.open_send()

@@ -1,7 +1,7 @@
 """The arguments of `contract/queue/admit.lua`, limits and budgets, and its answers.
 
 The script decides. It checks everything before it changes anything, in one atomic step of Redis, so
-two gateways cannot both admit a request where there is room for one. The end of a request releases
+two gateways cannot both admit a request where only one fits. The end of a request releases
 what it reserved (`contract/queue/finish.lua`). Rates use GCRA: a limit of N a minute is a bucket of
 N that refills evenly; the state is the time at which the bucket is full again.
 """
@@ -12,9 +12,9 @@ import dataclasses
 
 from contract.queue import fair_queue, scripts
 
-#: Requests of all tenants that may wait for one base model: bounds Redis's memory.
+#: Largest number of waiting requests for one base model: bounds Redis's memory.
 MAX_WAITING = 50_000
-#: Requests of one tenant that may wait; the tenant's own limits may be lower.
+#: Largest number of a tenant's waiting requests; the tenant's own limits may be lower.
 MAX_TENANT_WAITING = 10_000
 
 ADMIT = scripts.load("admit")
@@ -81,7 +81,7 @@ class Admitted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """`index`, from 1, says which policy refused, or which budget where the reason is a budget."""
+    """A refusal by the policy, or for a budget reason the budget, with this `index` from 1."""
 
     reason: str
     index: int
@@ -115,7 +115,7 @@ def _text(value: bytes | int) -> str:
 
 
 def admit_args(limits: Limits, pool: str, tenant_id: str) -> list[str | int]:
-    """Return the script's arguments, from the number of policies on."""
+    """Return the script's arguments, beginning with the number of policies."""
     args: list[str | int] = [len(limits.policies)]
     for policy in limits.policies:
         args += [
@@ -135,7 +135,7 @@ def admit_args(limits: Limits, pool: str, tenant_id: str) -> list[str | int]:
 
 
 def _or_none(tokens: int | None) -> int:
-    """Return a budget's limit as the script takes it: 0 allows nothing, -1 means none."""
+    """Return a budget's limit for the script: 0 allows nothing, -1 means no limit."""
     return -1 if tokens is None else tokens
 
 

@@ -20,15 +20,15 @@ from controlplane.usage.models import UsageDay
 
 log = logging.getLogger(__name__)
 
-#: A budget's limits, and the fields that say for which period each was told.
+#: A budget's limits, and the fields with the period for which each event was published.
 LIMITS = {"soft_limit": "soft_told_for", "hard_limit": "hard_told_for"}
-#: The hard limit counts as reached here: requests reserve what they may need, so the last tokens
+#: Share of the hard limit that counts as reached: requests reserve tokens, so the last ones
 #: are hardly ever spent.
 HARD_PART = 0.95
 
 
 def budgets_check() -> int:
-    """Publish the limits of all tenants that have been reached. -> how many."""
+    """Publish the limits of all tenants that have been reached. -> their number."""
     now = timezone.now()
     told = 0
     for tenant_id, budget in _near(now):
@@ -40,7 +40,7 @@ def budgets_check() -> int:
 
 
 def _near(now: dt.datetime) -> list[tuple[uuid.UUID, Budget]]:
-    """Return the budgets whose tenant, with all its keys together, has spent enough."""
+    """Return the budgets whose tenant, with all its keys, may have reached a limit."""
     with all_tenants(reason="the budgets of all tenants are checked"):
         budgets = list(Budget.objects.select_related("api_key"))
         spent = {
@@ -79,12 +79,12 @@ def _reached_at(budget: Budget, name: str) -> float:
 
 @transaction.atomic
 def _tell(budget: Budget, period: BudgetPeriod, name: str, spent: int) -> bool:
-    """Publish one limit if it is reached and was not told for this period."""
+    """Publish an event if the limit is reached and has no event for this period."""
     starts_at = dt.datetime.fromtimestamp(period.starts_at, tz=dt.UTC)
     told = LIMITS[name]
     if spent < _reached_at(budget, name):
         return False
-    # Not if somebody has changed the limit meanwhile, and not twice.
+    # Unless somebody has just changed the limit, or another process has published.
     same = Budget.objects.filter(pk=budget.pk, **{name: getattr(budget, name)})
     if not same.filter(~Q(**{told: starts_at}) | Q(**{told: None})).update(**{told: starts_at}):
         return False

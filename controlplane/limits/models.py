@@ -25,7 +25,7 @@ class RateLimit(TenantModel):
 
     MODEL_FIELD = "model"
 
-    #: The fields that limit.
+    #: The fields with limits.
     RATES = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_waiting")
 
     api_key = models.ForeignKey(
@@ -78,7 +78,7 @@ class Budget(TenantModel):
     period = models.CharField(max_length=8, choices=Period, default=Period.MONTH)
     hard_limit = models.PositiveBigIntegerField(null=True, blank=True)
     soft_limit = models.PositiveBigIntegerField(null=True, blank=True)
-    #: The period, by its start, for which it was told that the limit is reached.
+    #: Start of the period for which the event was published.
     soft_told_for = models.DateTimeField(null=True, blank=True, editable=False)
     hard_told_for = models.DateTimeField(null=True, blank=True, editable=False)
     updated_at = models.DateTimeField(auto_now=True)
@@ -101,32 +101,39 @@ class Budget(TenantModel):
     def clean(self) -> None:
         hard, soft = self.hard_limit, self.soft_limit
         if hard is None and soft is None:
-            raise ValidationError({"hard_limit": "A budget needs a hard limit or a soft limit."})
+            raise ValidationError(
+                {"hard_limit": "Set a hard limit or a soft limit: a budget needs one."}
+            )
         if hard is not None and soft is not None and soft > hard:
-            raise ValidationError({"soft_limit": "The soft limit is above the hard one."})
+            raise ValidationError({"soft_limit": "The soft limit is above the hard one: lower it."})
 
 
 class TenantQuota(TenantModel):
-    """What an operator allows a tenant; for a field that is null the settings' value applies."""
+    """An operator's quotas of a tenant; for a null field the settings' value applies."""
 
     #: The quota fields; `settings.TENANT_QUOTAS` has the same names.
     NAMES = (
-        *("storage_bytes", "training_runs", "training_at_once", "training_steps"),
-        *("training_tokens", "training_device_seconds", "adapter_checks"),
+        "storage_bytes",
+        "training_runs",
+        "training_at_once",
+        "training_steps",
+        "training_tokens",
+        "training_device_seconds",
+        "adapter_checks",
     )
 
-    #: Files, adapters and datasets together.
+    #: Bytes of files, adapters and datasets together.
     storage_bytes = models.PositiveBigIntegerField(null=True)
-    #: Runs that wait or run.
+    #: Number of runs that wait or run.
     training_runs = models.PositiveIntegerField(null=True)
-    #: Runs that run at the same time.
+    #: Number of runs that run at the same time.
     training_at_once = models.PositiveIntegerField(null=True)
-    #: Steps, and tokens, of one run.
+    #: Number of steps, and of tokens, of one run.
     training_steps = models.PositiveIntegerField(null=True)
     training_tokens = models.PositiveBigIntegerField(null=True)
     #: Seconds of a GPU, or of a trainer without one, in 24 hours.
     training_device_seconds = models.PositiveIntegerField(null=True)
-    #: Adapter versions that wait for their check.
+    #: Number of adapter versions that wait for their check.
     adapter_checks = models.PositiveIntegerField(null=True)
     updated_at = models.DateTimeField(auto_now=True)
 
@@ -138,7 +145,7 @@ class TenantQuota(TenantModel):
 
 
 class Turn(TenantModel):
-    """When a tenant's work of one kind was last started; other tenants' work comes first then."""
+    """The time when a tenant's work of one kind last started; the longest ago comes first."""
 
     class Kind(models.TextChoices):
         TRAINING = "training"

@@ -51,9 +51,9 @@ def allowed_to_each(name: str, *, tenant: str = "tenant_id") -> Coalesce:
 
 
 def check(name: str, more: int = 1, *, retry_after_s: Callable[[], float] | None = None) -> None:
-    """Check that the quota has room for `more`; call it in the transaction that uses it.
+    """Check that the quota allows `more`; call it in the transaction that uses it.
 
-    retry_after_s  estimates when there is room again
+    retry_after_s  estimates when it allows more again
     Raises InvalidRequest for storage, RateLimited for work.
     """
     lock(name)
@@ -104,7 +104,7 @@ def quota_set(**values: int | None) -> TenantQuota:
     row = row or TenantQuota()
     for name, value in values.items():
         if name not in TenantQuota.NAMES:
-            raise TypeError(f"no such quota: {name}")
+            raise TypeError(f"there is no quota {name}")
         setattr(row, name, value)
     row.save()
     record("changed" if before else "created", row, before=before, after=_audit_fields(row))

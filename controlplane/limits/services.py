@@ -111,7 +111,7 @@ def rate_limit_set(
     row = row or RateLimit(api_key_id=api_key_id, model=model)
     for name, value in limits.items():
         if name not in RateLimit.RATES:
-            raise TypeError(f"no such limit: {name}")
+            raise TypeError(f"there is no limit {name}")
         setattr(row, name, value)
     return _checked_save(row, before)
 
@@ -139,8 +139,8 @@ def budget_set(
     row = row or Budget(api_key_id=api_key_id, period=period)
     for name, value in limits.items():
         if name not in ("hard_limit", "soft_limit"):
-            raise TypeError(f"no such limit: {name}")
-        # A new limit is told again; the same one, set again, is not.
+            raise TypeError(f"there is no limit {name}")
+        # A new limit gets an event again; the same one, set again, does not.
         if getattr(row, name) != value:
             setattr(row, name, value)
             setattr(row, name.replace("limit", "told_for"), None)

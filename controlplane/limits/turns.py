@@ -1,4 +1,4 @@
-"""Choose which work to start next: of the tenant that was served longest ago, its oldest.
+"""Choose the next work: the oldest of the tenant that was served longest ago.
 
 The broker delivers messages in the order they were sent, so one tenant with many would delay all
 others. A message therefore only says that there is work, and the work is chosen here, from the

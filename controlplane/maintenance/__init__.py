@@ -1,1 +1,1 @@
-"""What an installation's owner runs: backup and restore, the doctor, changes of the pepper."""
+"""Commands for an installation's owner: backup, restore, doctor, changes of the pepper."""

@@ -1,4 +1,4 @@
-"""What is stored under which pepper, and how to move it to the current one.
+"""Count stored values by their pepper, and move them to the current one.
 
 API keys move when they are used (`controlplane.tenants.pepper_change`). Second factors, the keys of
 stored and captured content, webhooks' secrets, those of imports under way and of datasets' sources,
@@ -35,7 +35,7 @@ from controlplane.webhooks.models import WebhookEndpoint
 
 #: Entries of a second factor's data that are encrypted.
 _ENCRYPTED = ("secret", "seed")
-#: They have a tenant's key, encrypted.
+#: Models with an encrypted key of a tenant.
 _WITH_KEYS: tuple[type[LogPolicy | CapturePolicy], ...] = (LogPolicy, CapturePolicy)
 
 
@@ -70,7 +70,7 @@ class PepperStatus:
 
     @property
     def needs_accepted(self) -> int:
-        """How many values stop working if only the current pepper is left.
+        """Return the number of values that stop working if only the current pepper is left.
 
         A key that was not used since the platform records peppers may need an accepted one.
         """
@@ -79,7 +79,7 @@ class PepperStatus:
 
     @property
     def unreadable(self) -> int:
-        """How many values are under a pepper that is not configured."""
+        """Return the number of values under a pepper that is not configured."""
         return self.api_keys.foreign + sum(counts.foreign for counts in self._stored)
 
     @property
@@ -95,7 +95,7 @@ class PepperStatus:
 
 
 def pepper_status() -> PepperStatus:
-    """Count what is stored under which pepper."""
+    """Count stored values by their pepper."""
     cipher = peppered_cipher(SECOND_FACTORS)
     factors, keys = Counts(), Counts()
     for factor in Authenticator.objects.iterator(chunk_size=500):
@@ -156,7 +156,7 @@ def _sealed_under(model: type[VersionImport | DatasetSource], purpose: bytes) ->
 
 
 def reencrypt() -> None:
-    """Move what can be moved at once to the current pepper. Idempotent."""
+    """Move all values that can be moved at once to the current pepper. Idempotent."""
     cipher = peppered_cipher(SECOND_FACTORS)
     for primary_key in list(Authenticator.objects.values_list("pk", flat=True)):
         with transaction.atomic():

@@ -27,7 +27,7 @@ class VersionImportSerializer(StrictSerializer):
         required=False,
         max_length=500,
         write_only=True,
-        help_text="For a private or gated repository. It is sent to the Hub alone, and forgotten "
+        help_text="For a private or gated repository. It is sent only to the Hub, and deleted "
         "when the files are fetched.",
     )
     config_url = serializers.CharField(
@@ -41,7 +41,7 @@ class VersionImportSerializer(StrictSerializer):
         required=False,
         max_length=MAX_URL_CHARS,
         write_only=True,
-        help_text="The same of adapter_model.safetensors.",
+        help_text="The same for adapter_model.safetensors.",
     )
     base_model = serializers.CharField(
         required=False, help_text="For a new adapter when there are several base models."
@@ -58,10 +58,10 @@ class VersionImportView(TenantAPIView):
 
     @extend_schema(request=VersionImportSerializer, responses={201: VersionSerializer})
     def post(self, request: Request, name: str) -> Response:
-        """Make a version of files that the platform fetches: from the Hub, or two addresses.
+        """Make a version of files that the platform fetches from the Hub, or from two addresses.
 
-        It is `uploading` until both files are here; then they are checked. Whatever goes wrong is
-        in its `reasons`. If there is no adapter of this name, it is made.
+        It is `uploading` until both files are here; then they are checked. `reasons` names any
+        problem. If there is no adapter of this name, it is made.
         """
         body = VersionImportSerializer.parsed(request)
         accepts, base_model = body.pop("accept_base_mismatch"), body.pop("base_model", None)

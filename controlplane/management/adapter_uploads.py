@@ -27,7 +27,7 @@ class AdapterUploadFileSerializer(serializers.Serializer[dict[str, Any]]):
     num_bytes = serializers.IntegerField()
     part_bytes = serializers.IntegerField(help_text="The length of each part but the last.")
     num_parts = serializers.IntegerField()
-    parts = AdapterPartSerializer(many=True, help_text="Those that were stated.")
+    parts = AdapterPartSerializer(many=True, help_text="The stated parts.")
 
 
 class AdapterUploadSerializer(serializers.Serializer[dict[str, Any]]):
@@ -66,7 +66,7 @@ class VersionUploadView(TenantAPIView):
 
     @extend_schema(responses=AdapterUploadSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
-        """Tell which parts the store has, to go on after an interruption.
+        """Return the parts that the store has, to continue after an interruption.
 
         Files that do not come by parts, or have been checked, are not named.
         """

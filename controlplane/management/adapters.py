@@ -37,16 +37,16 @@ class BaseModelSerializer(serializers.ModelSerializer[BaseModel]):
     class Meta:
         model = BaseModel
         fields = (
-            *("id", "object", "name", "revision", "context_length", "max_rank"),
-            *("shutdown_date", "created_at"),
-        )
+            "id", "object", "name", "revision", "context_length", "max_rank",
+            "shutdown_date", "created_at",
+        )  # fmt: skip
 
 
 def _policy_field(**options: Any) -> ChoiceField:
     return ChoiceField(
         Adapter.PromotionPolicy.choices,
         required=False,
-        help_text="What happens to a version that becomes ready while another one is live: with "
+        help_text="The rule for a version that becomes ready while another one is live: with "
         "`hold` it waits until somebody makes it live.",
         **options,
     )
@@ -68,14 +68,14 @@ class AdapterSerializer(serializers.ModelSerializer[Adapter]):
         help_text="The base model's shutdown date: from this day (UTC) requests are refused.",
     )
 
-    gate = serializers.DictField(help_text="What the policy `gate` does; empty: no suite.")
+    gate = serializers.DictField(help_text="Settings of the policy `gate`; empty: no suite.")
 
     class Meta:
         model = Adapter
         fields = (
-            *("id", "object", "name", "base_model", "description", "live_version"),
-            *("promotion_policy", "gate", "shutdown_date", "created_at"),
-        )
+            "id", "object", "name", "base_model", "description", "live_version",
+            "promotion_policy", "gate", "shutdown_date", "created_at",
+        )  # fmt: skip
 
 
 class AdapterCreateSerializer(StrictSerializer):
@@ -91,8 +91,8 @@ class AdapterChangeSerializer(StrictSerializer):
     promotion_policy = _policy_field()
     gate = serializers.DictField(
         required=False,
-        help_text="Of the policy `gate`: `suite`, `on_pass` (promote, canary, hold), the drops "
-        "that matter: docs/evaluation.md. With a suite the policy `hold` becomes `gate`.",
+        help_text="Settings of the policy `gate`: `suite`, `on_pass` (promote, canary, hold), the "
+        "drops that matter: docs/evaluation.md. With a suite the policy `hold` becomes `gate`.",
     )
 
 
@@ -102,7 +102,7 @@ class PromoteSerializer(StrictSerializer):
         default="",
         allow_blank=True,
         max_length=promotion.MAX_REASON_CHARS,
-        help_text="Why; the history shows it.",
+        help_text="The reason, which the history shows.",
     )
 
 
@@ -135,9 +135,9 @@ class PromotionSerializer(serializers.ModelSerializer[Promotion]):
     class Meta:
         model = Promotion
         fields = (
-            *("id", "object", "adapter", "version", "previous_version", "cause", "reason"),
-            *("actor_type", "actor_name", "created_at"),
-        )
+            "id", "object", "adapter", "version", "previous_version", "cause", "reason",
+            "actor_type", "actor_name", "created_at",
+        )  # fmt: skip
 
 
 class ReasonSerializer(serializers.Serializer[dict[str, str]]):
@@ -148,27 +148,27 @@ class ReasonSerializer(serializers.Serializer[dict[str, str]]):
 class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     object = serializers.CharField(default="adapter_version", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
-    model = serializers.SerializerMethodField(help_text="What requests put in `model`.")
-    reasons = ReasonSerializer(many=True, help_text="Why it was rejected.")
+    model = serializers.SerializerMethodField(help_text="The name that requests put in `model`.")
+    reasons = ReasonSerializer(many=True, help_text="The reasons of its rejection.")
     report = serializers.DictField(help_text="Facts from the check of the files.")
     origin = serializers.DictField(
         child=serializers.CharField(),
-        help_text="Of an import: its `host`; from the Hub also `repository`, `revision`, and the "
-        "`commit` that was fetched. Of others empty.",
+        help_text="An import's `host`; from the Hub also `repository`, `revision` and the fetched "
+        "`commit`. Otherwise empty.",
     )
     files_until = serializers.SerializerMethodField(
-        help_text="Of a retired version: until when it can be made ready again, or null."
+        help_text="Until when a retired version can be made ready again; null for others."
     )
     probe = serializers.SerializerMethodField(help_text=PROBE_HELP)
 
     class Meta:
         model = AdapterVersion
         fields = (
-            *("id", "object", "adapter", "number", "model", "status", "source", "origin"),
-            *("digest", "num_bytes", "max_rank", "reasons", "report", "probe"),
-            *("created_at", "ready_at"),
-            *("deprecated_at", "shutdown_date", "files_until"),
-        )
+            "id", "object", "adapter", "number", "model", "status", "source", "origin",
+            "digest", "num_bytes", "max_rank", "reasons", "report", "probe",
+            "created_at", "ready_at",
+            "deprecated_at", "shutdown_date", "files_until",
+        )  # fmt: skip
 
     def get_probe(self, version: AdapterVersion) -> dict[str, Any] | None:
         return probe_of(version)
@@ -191,8 +191,8 @@ class VersionCreateSerializer(StrictSerializer):
     multipart = serializers.BooleanField(
         required=False,
         default=False,
-        help_text="Send the files by parts: `parts` gives a URL for each, and an upload that was "
-        "interrupted goes on.",
+        help_text="Send the files by parts: `parts` gives a URL for each, and an interrupted "
+        "upload can continue.",
     )
     accept_base_mismatch = serializers.BooleanField(
         required=False,
@@ -261,7 +261,7 @@ class AdapterView(TenantAPIView):
 
     @extend_schema(request=AdapterChangeSerializer, responses=AdapterSerializer)
     def patch(self, request: Request, name: str) -> Response:
-        """Change what happens to versions that become ready from now on."""
+        """Change the policy for versions that become ready from now on."""
         body = AdapterChangeSerializer.parsed(request)
         adapter = services.adapter_get(name=name)
         policy, said = body.get("promotion_policy"), body.get("gate")
@@ -272,7 +272,7 @@ class AdapterView(TenantAPIView):
 
     @extend_schema(parameters=[FORCE], responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
-        """Delete the adapter for good, with its versions and the runs that trained it.
+        """Delete the adapter with its versions and the runs that trained it.
 
         409 `in_use` names the alias, schedule or active run that uses it; `force`, which ends them,
         also needs training:write. It deletes aliases whose primary it is, and removes it as canary
@@ -291,7 +291,7 @@ class AdapterRollbackView(TenantAPIView):
 
     @extend_schema(request=PromoteSerializer, responses=SwitchedSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Make the version live that was so before the live one; again: the one before that.
+        """Make the version live that was live before; a second call goes back further.
 
         The workers load it first, as for `promote`. Every gateway uses it within a second; running
         requests finish on their version.
@@ -365,7 +365,7 @@ class VersionView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str, number: int) -> Response:
-        """Delete the version for good; if it was live, the one that was live before is so again.
+        """Delete the version; if it was live, the one before it becomes live again.
 
         Its number is never used again. New requests for it get 404 within a second; running ones
         finish. 409 while its files are being checked.
@@ -381,9 +381,9 @@ class VersionPromoteView(TenantAPIView):
     def post(self, request: Request, name: str, number: int) -> Response:
         """Make a ready version live: from then on the adapter's name means it.
 
-        All workers of its base model load it first, for which this call waits some seconds at most;
-        then it is live, also where that was not done in time. Every gateway uses it within a
-        second; running requests finish on their version. If it is live already, nothing changes.
+        All workers of its base model load it first, and this call waits for them, a few seconds at
+        most. Then it is live, even if a worker is late. Every gateway uses it within a second;
+        running requests finish on their version. If it is live already, nothing changes.
         """
         body = PromoteSerializer.parsed(request)
         version = services.adapter_version_get(name=name, number=number)

@@ -45,7 +45,7 @@ _TARGET = {
     "type": "array",
     "items": _PART,
     "maxItems": MAX_PARTS,
-    "description": "What answers: the exact weighted sum of these adapters. Requests may send a "
+    "description": "The target: the exact weighted sum of these adapters. Requests may send a "
     "single adapter without the list.",
 }
 
@@ -64,15 +64,19 @@ class TargetField(DescribedField):
 
     def _part(self, data: Any) -> Part:
         if not isinstance(data, Mapping) or not isinstance(data.get("adapter"), str):
-            raise serializers.ValidationError('It is {"adapter": …, "version": …}, or a list.')
+            raise serializers.ValidationError(
+                'A target must be {"adapter": …, "version": …}, or a list of them.'
+            )
         for name in data:
             if name not in ("adapter", "version", "weight"):
-                raise serializers.ValidationError(f"There is no field {str(name)[:100]}.")
+                raise serializers.ValidationError(
+                    f"There is no field {str(name)[:100]}: remove it."
+                )
         version, weight = data.get("version"), data.get("weight", 1.0)
         if version is not None and type(version) is not int:
-            raise serializers.ValidationError("A version is a whole number.")
+            raise serializers.ValidationError("A version must be a whole number.")
         if type(weight) not in (int, float):
-            raise serializers.ValidationError("A weight is a number.")
+            raise serializers.ValidationError("A weight must be a number.")
         return Part(adapter=data["adapter"], version=version, weight=float(weight))
 
     def to_representation(self, value: Any) -> Any:
@@ -83,7 +87,7 @@ class TargetField(DescribedField):
 
 
 class _ContentsSerializer(serializers.Serializer[AliasRevision]):
-    """What a revision says, but for its long texts."""
+    """The contents of a revision, without its long texts."""
 
     base_model = serializers.CharField(source="base_model.name")
     primary = TargetField(source="said.primary")
@@ -91,7 +95,7 @@ class _ContentsSerializer(serializers.Serializer[AliasRevision]):
     canary_percent = serializers.IntegerField(
         help_text="Percent of the callers whom the canary answers."
     )
-    sampling = serializers.DictField(help_text="For requests that do not say it themselves.")
+    sampling = serializers.DictField(help_text="Defaults of requests that do not set them.")
     warmth = serializers.CharField(
         help_text="Where workers keep its adapters while nobody asks: `pinned` on the GPUs, `warm` "
         "in memory, `cold` nowhere."
@@ -107,18 +111,16 @@ class _LongSerializer(serializers.Serializer[AliasRevision]):
     json_schema = serializers.DictField(
         source="said.json_schema",
         allow_null=True,
-        help_text="Answers obey it, to callers without a `response_format`.",
+        help_text="Answers obey it if a request has no `response_format`.",
     )
-    system_prompt = serializers.CharField(
-        help_text="Before messages without a system message of their own."
-    )
+    system_prompt = serializers.CharField(help_text="Added to chats without a system message.")
 
 
 class AliasSerializer(_ContentsSerializer):
     id = serializers.UUIDField(source="alias_id")
     object = serializers.CharField(default="alias", read_only=True)
     name = serializers.CharField(source="alias.name")
-    revision = serializers.IntegerField(source="number", help_text="The one that holds now.")
+    revision = serializers.IntegerField(source="number", help_text="The current revision.")
     created_at = serializers.DateTimeField(source="alias.created_at")
     updated_at = serializers.DateTimeField(source="alias.updated_at")
 
@@ -130,8 +132,8 @@ class AliasDetailSerializer(AliasSerializer, _LongSerializer):
 class AliasSwitchedSerializer(AliasDetailSerializer):
     prefetched = PrefetchedSerializer(
         allow_null=True,
-        help_text="The workers that had what the revision names on the GPU before it held; null if "
-        "there was nothing to load.",
+        help_text="The workers that had the revision's adapters on the GPU before the switch; null "
+        "if there was nothing to load.",
     )
 
 
@@ -151,7 +153,7 @@ class AliasRevisionSerializer(_ContentsSerializer):
     cause = serializers.CharField()
     reason = serializers.CharField()
     copied_from = serializers.IntegerField(
-        allow_null=True, help_text="After a rollback: the revision that it is a copy of."
+        allow_null=True, help_text="The revision that a rollback copied."
     )
     actor_type = serializers.CharField()
     actor_name = serializers.CharField()
@@ -171,13 +173,13 @@ class _ReasonSerializer(StrictSerializer):
         default="",
         allow_blank=True,
         max_length=services.MAX_REASON_CHARS,
-        help_text="Why; the revisions show it.",
+        help_text="The reason, which the revision shows.",
     )
 
 
 class AliasActionSerializer(_ReasonSerializer):
     if_revision = serializers.IntegerField(
-        required=False, allow_null=True, default=None, help_text="409 if another one holds now."
+        required=False, allow_null=True, default=None, help_text="409 if another one is current."
     )
 
 
@@ -191,7 +193,8 @@ class _AliasContentsSerializer(StrictSerializer):
     )
     system_prompt = serializers.CharField(required=False, allow_blank=True, trim_whitespace=False)
     sampling = serializers.DictField(
-        required=False, help_text="Of `temperature`, `top_p`, `max_tokens`, `stop` and the like."
+        required=False,
+        help_text="Defaults of `temperature`, `top_p`, `max_tokens`, `stop` and the like.",
     )
     warmth = ChoiceField(AliasRevision.Warmth.choices, required=False)
     guard = GuardSetField(required=False)
@@ -205,7 +208,7 @@ class AliasCreateSerializer(_AliasContentsSerializer, _ReasonSerializer):
 class AliasChangeSerializer(_AliasContentsSerializer, AliasActionSerializer):
     primary = TargetField(required=False)
     force = serializers.BooleanField(
-        required=False, default=False, help_text="Also with a schema that breaks callers."
+        required=False, default=False, help_text="Allow a schema that breaks callers."
     )
 
 
@@ -219,18 +222,24 @@ class AliasRollbackSerializer(AliasActionSerializer):
         allow_null=True,
         default=None,
         min_value=1,
-        help_text="The revision to copy; left out: the one that held before.",
+        help_text="The revision to copy; left out: the one before.",
     )
 
 
 _FIELDS = (
-    *("primary", "canary", "canary_percent", "json_schema", "system_prompt", "sampling"),
-    *("warmth", "guard"),
+    "primary",
+    "canary",
+    "canary_percent",
+    "json_schema",
+    "system_prompt",
+    "sampling",
+    "warmth",
+    "guard",
 )
 
 
 def _contents(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a body says of the contents."""
+    """Return the contents from a request's body."""
     said = {name: body[name] for name in _FIELDS if name in body}
     if said.get("canary", ()) is None:
         said["canary"] = ()
@@ -265,7 +274,7 @@ class AliasesView(_AliasAPIView):
 
     @extend_schema(request=AliasCreateSerializer, responses={201: AliasSwitchedSerializer})
     def post(self, request: Request) -> Response:
-        """Make an alias: a name for requests, and what answers it.
+        """Make an alias: a name for requests, and its targets.
 
         The name is free, or that of one of the tenant's adapters: then each target must have a
         version of this adapter.
@@ -307,7 +316,7 @@ class AliasView(_AliasAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
-        """Delete the alias with its revisions. If an adapter has its name, that means it again."""
+        """Delete the alias with its revisions. An adapter of its name answers again."""
         services.alias_delete(alias=services.alias_get(name=name))
         return Response(status=204)
 
@@ -315,7 +324,7 @@ class AliasView(_AliasAPIView):
 class AliasRevisionsView(_AliasAPIView):
     @extend_schema("alias_revisions", PAGE_PARAMETERS, responses=page_of(AliasRevisionSerializer))
     def get(self, request: Request, name: str) -> Response:
-        """List the alias's revisions: what, who, when, why; newest first."""
+        """List the alias's revisions with author, time and reason; newest first."""
         rows = AliasRevision.objects.allowed().filter(alias=services.alias_get(name=name))
         rows = rows.select_related("alias", "base_model").prefetch_related("parts")
         return page(request, rows, AliasRevisionSerializer)
@@ -333,10 +342,10 @@ class AliasRevisionView(_AliasAPIView):
 class AliasRollbackView(_AliasAPIView):
     @extend_schema(request=AliasRollbackSerializer, responses=AliasSwitchedSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Make a revision that copies an earlier one; called again it goes back further.
+        """Make a revision that copies an earlier one; a second call goes back further.
 
-        Also to a schema that breaks callers. 409 `version_not_ready` or `target_deleted` if a
-        version of it cannot answer any more.
+        It may restore a schema that breaks callers. 409 `version_not_ready` or `target_deleted` if
+        a version of it cannot answer any more.
         """
         body = AliasRollbackSerializer.parsed(request)
         found, number = services.alias_get(name=name), body["revision"]

@@ -31,10 +31,10 @@ class AuditEventSerializer(serializers.ModelSerializer[AuditEvent]):
     class Meta:
         model = AuditEvent
         fields = (
-            *("id", "object", "seq", "occurred_at", "actor_type", "actor_id", "actor_name"),
-            *("action", "resource_type", "resource_id", "before", "after", "ip"),
-            *("request_id", "prev_hash", "hash"),
-        )
+            "id", "object", "seq", "occurred_at", "actor_type", "actor_id", "actor_name",
+            "action", "resource_type", "resource_id", "before", "after", "ip",
+            "request_id", "prev_hash", "hash",
+        )  # fmt: skip
 
 
 class AuditEventsView(TenantAPIView):

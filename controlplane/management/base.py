@@ -1,4 +1,4 @@
-"""What every view of /api shares: the tenant scope, permissions, bounded bodies."""
+"""The base of all views of /api: the tenant scope, permissions, bounded bodies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_BODY_BYTES = 256 * 1024
 
 
 class BoundedJSONParser(JSONParser):
-    """JSON of at most `max_bytes`, whatever its nesting; its numbers are finite."""
+    """A parser of JSON of at most `max_bytes`, any nesting, and finite numbers."""
 
     max_bytes = MAX_BODY_BYTES
-    strict = False  # NaN is found below, where its place is told
+    strict = False  # NaN is found below, which names its place
 
     def parse(
         self,
@@ -71,7 +71,7 @@ class ManagementAPIView(RowAPIView):
 class TenantAPIView(ManagementAPIView):
     """A view that runs in its caller's scope, from authentication to the rendered answer.
 
-    `permissions` names what each method needs; reading needs READ. A method that writes and is
+    `permissions` names the permission of each method; reading needs READ. A writing method that is
     not named there is refused to everybody.
     """
 
@@ -85,10 +85,10 @@ class TenantAPIView(ManagementAPIView):
         if not hasattr(self, method.lower()):
             return  # answered with 405
         default = Permission.READ if method in {"GET", "HEAD", "OPTIONS"} else None
-        asked = "GET" if method == "HEAD" else method  # which it runs
+        asked = "GET" if method == "HEAD" else method  # HEAD runs GET
         permission = self.permissions.get(asked, default)
         if permission is None:
-            raise PermissionDenied(f"Nobody may {method} here.")
+            raise PermissionDenied(f"{method} is not allowed here.")
         authorize(self.principal, permission)
         self.begin_attempt(request, self.principal.label, IdempotencyRecord)
 
@@ -99,9 +99,9 @@ class TenantAPIView(ManagementAPIView):
         return principal
 
 
-#: For deletions of what something else may use.
+#: The parameter of deletions of objects that others may use.
 FORCE = OpenApiParameter(
-    "force", bool, description="End first what uses it: delete schedules, cancel training runs."
+    "force", bool, description="First end its users: delete schedules, cancel training runs."
 )
 
 
@@ -114,25 +114,25 @@ def flag(request: Request, name: str) -> bool:
     """Return a query parameter's value; without it False. Raises InvalidRequest."""
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise InvalidRequest(f"{name} is true or false.", param=name)
+        raise InvalidRequest(f"{name} must be true or false.", param=name)
     return text == "true"
 
 
 class StrictSerializer(serializers.Serializer[Any]):
-    """A body in which a field nobody reads is an error: it is a typing error of the caller's."""
+    """A body in which an unknown field is an error, because it is a caller's typing error."""
 
     def to_internal_value(self, data: Any) -> Any:
         if isinstance(data, Mapping):
             unknown = [name for name in data if name not in self.fields]
             if unknown:
                 raise serializers.ValidationError(
-                    {str(unknown[0])[:100]: "There is no such field."}
+                    {str(unknown[0])[:100]: "There is no such field: remove it."}
                 )
         return super().to_internal_value(data)
 
     @classmethod
     def parsed(cls, request: Request) -> dict[str, Any]:
-        """The request's body, checked. Raises rest_framework's ValidationError."""
+        """Return the checked body of the request. Raises rest_framework's ValidationError."""
         serializer = cls(data=request.data)
         serializer.is_valid(raise_exception=True)
         fields: dict[str, Any] = serializer.validated_data

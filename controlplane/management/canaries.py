@@ -23,21 +23,21 @@ from controlplane.rest.fields import DescribedField
 from controlplane.tenants.auth import Permission
 
 _GUARD_HELP = {
-    "is_on": "Whether the canary is rolled back by itself.",
+    "is_on": "Whether the canary is rolled back automatically.",
     "min_requests": "Requests of the canary before it is judged.",
-    "confidence": "Of the whole judgement, however often it is made.",
-    "errors_points": "Roll back when so many percentage points more requests fail by the model's "
+    "confidence": "Confidence of the whole judgement, however often it is made.",
+    "errors_points": "Roll back when this many percentage points more requests fail by the model's "
     "or our fault. Null: not watched.",
-    "schema_points": "The same of answers that break their schema.",
-    "truncations_points": "The same of answers that were cut at their maximal length.",
+    "schema_points": "The same for answers that break their schema.",
+    "truncations_points": "The same for answers that were cut at their maximal length.",
     "first_token_factor": "Roll back when the median time from a request's turn to its first token "
-    "is so many times the primary's, and 50 ms more. Null: not watched.",
-    "token_factor": "The same of the time per further token, and 5 ms more.",
+    "is this many times the primary's, and 50 ms more. Null: not watched.",
+    "token_factor": "The same for the time per further token, and 5 ms more.",
 }
 
 
 class GuardSerializer(serializers.Serializer[Any]):
-    """When a canary is rolled back by itself."""
+    """The limits at which a canary is rolled back automatically."""
 
     def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:
         fields: dict[str, serializers.Field[Any, Any, Any, Any]] = {
@@ -70,8 +70,8 @@ def _guard_schema() -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
-        "description": "When a canary is rolled back by itself. It replaces the earlier guard: "
-        "what is left out has its default.",
+        "description": "The limits at which a canary is rolled back automatically. They replace "
+        "the earlier guard: fields left out have their default.",
     }
 
 
@@ -83,7 +83,7 @@ class GuardSetField(DescribedField):
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
         if not isinstance(data, Mapping):
-            raise serializers.ValidationError("It is an object.")
+            raise serializers.ValidationError("This must be an object.")
         return guard_parse(data)
 
 
@@ -117,17 +117,17 @@ class TargetSerializer(serializers.Serializer[Any]):
 class CanarySerializer(serializers.Serializer[Any]):
     object = serializers.CharField(default="canary", read_only=True)
     alias = serializers.CharField()
-    revision = serializers.IntegerField(help_text="What is told was counted since this revision.")
+    revision = serializers.IntegerField(help_text="All counts are since this revision.")
     canary_percent = serializers.IntegerField()
     canary = TargetSerializer()
     primary = TargetSerializer()
     primary_since = serializers.IntegerField(
         allow_null=True,
-        help_text="The revision whose counts the primary's are, if it gets no requests now.",
+        help_text="The revision of the primary's counts, if it gets no requests now.",
     )
     guard = GuardSerializer()
     problems = serializers.ListField(
-        child=serializers.CharField(), help_text="Why it is about to be rolled back."
+        child=serializers.CharField(), help_text="The reasons why it is about to be rolled back."
     )
 
 
@@ -138,7 +138,7 @@ class StepSerializer(StrictSerializer):
         default=ramps.DEFAULTS["minutes"],
         min_value=ramps.BOUNDS["minutes"][0],
         max_value=ramps.BOUNDS["minutes"][1],
-        help_text="How long it lasts at least.",
+        help_text="The least duration of the step.",
     )
     min_requests = serializers.IntegerField(
         required=False,
@@ -190,9 +190,9 @@ class RampSerializer(serializers.ModelSerializer[Ramp]):
     class Meta:
         model = Ramp
         fields = (
-            *("object", "alias", "steps", "at_end", "state", "step", "due_at", "revision"),
-            *("canary_requests", "is_held", "reason", "actor_type", "actor_name", "updated_at"),
-        )
+            "object", "alias", "steps", "at_end", "state", "step", "due_at", "revision",
+            "canary_requests", "is_held", "reason", "actor_type", "actor_name", "updated_at",
+        )  # fmt: skip
 
     def get_step(self, ramp: Ramp) -> int:
         return ramp.step + 1
@@ -209,14 +209,17 @@ class RampSerializer(serializers.ModelSerializer[Ramp]):
 class CanaryView(TenantAPIView):
     @extend_schema(responses=CanarySerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Compare the canary with the primary: what either answered since this revision.
+        """Compare the answers of canary and primary since this revision.
 
         409 `no_canary` when the alias has none, or its percent is 0.
         """
         alias = services.alias_get(name=name)
         revision = services.revision_get(alias=alias)
         if not revision.canary_percent:
-            raise Conflict(f"No canary of {name} gets requests.", code="no_canary")
+            raise Conflict(
+                f"No canary of {name} gets requests: set one with a percent above 0.",
+                code="no_canary",
+            )
         found = compare(revision)
         answer = {
             "alias": name,
@@ -254,7 +257,7 @@ class RampView(TenantAPIView):
 
     @extend_schema(request=RampSetSerializer, responses=RampSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Give the canary more and more requests by a timetable; replaces an earlier ramp.
+        """Give the canary more and more requests by a plan, which replaces an earlier ramp.
 
         Its first step is made at once. It stops when the canary is rolled back, or anybody changes
         the alias.
@@ -293,6 +296,6 @@ class RampResumeView(TenantAPIView):
 
     @extend_schema(request=None, responses=RampSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Go on with a paused ramp; the minutes of the current step begin again."""
+        """Resume a paused ramp; the minutes of the current step begin again."""
         ramp = ramps.ramp_resume(alias=services.alias_get(name=name))
         return Response(RampSerializer(ramp).data)

@@ -1,4 +1,4 @@
-"""/api/v1/capture and /api/v1/captured-requests: requests that are kept to train on."""
+"""/api/v1/capture and /api/v1/captured-requests: requests that are stored to train on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from controlplane.tenants.auth import Permission, authorize
 from controlplane.training.captured_rows import dataset_from_captured
 
 _ONLY_HELP = (
-    "all: but for those that were rated bad and not corrected; good: rated good, or corrected; "
+    "all: without those that were rated bad and not corrected; good: rated good, or corrected; "
     "corrected."
 )
 _SHARES_HELP = "By the model's name (an alias, an adapter, a version), in place of `share`."
@@ -49,7 +49,7 @@ class CapturePolicySerializer(serializers.ModelSerializer[CapturePolicy]):
 
 class CapturePolicySetSerializer(StrictSerializer):
     share = serializers.FloatField(
-        required=False, min_value=0, max_value=1, help_text="Of all requests; 0: none."
+        required=False, min_value=0, max_value=1, help_text="Share of all requests; 0: none."
     )
     shares = serializers.DictField(
         child=serializers.FloatField(min_value=0, max_value=1),
@@ -57,13 +57,16 @@ class CapturePolicySetSerializer(StrictSerializer):
         help_text=_SHARES_HELP,
     )
     days = serializers.IntegerField(
-        required=False, min_value=1, max_value=capture.MAX_DAYS, help_text="Then they are deleted."
+        required=False,
+        min_value=1,
+        max_value=capture.MAX_DAYS,
+        help_text="Days after which they are deleted.",
     )
     max_rows = serializers.IntegerField(
         required=False,
         min_value=1,
         max_value=capture.MAX_ROWS,
-        help_text="The oldest make room, those with feedback last.",
+        help_text="If it is exceeded, the oldest are deleted, those with feedback last.",
     )
     max_bytes = serializers.IntegerField(
         required=False, min_value=capture.MIN_BYTES, max_value=capture.MAX_BYTES
@@ -75,14 +78,14 @@ class CapturePolicyView(TenantAPIView):
 
     @extend_schema("capture", responses=CapturePolicySerializer)
     def get(self, request: Request) -> Response:
-        """Return which requests the tenant keeps to train on, and for how long."""
+        """Return the shares of requests that are stored to train on, and the time limits."""
         return Response(CapturePolicySerializer(capture.capture_policy()).data)
 
     @extend_schema(
         "capture_set", request=CapturePolicySetSerializer, responses=CapturePolicySerializer
     )
     def put(self, request: Request) -> Response:
-        """Choose what is kept from now on. Fields that are left out stay as they are."""
+        """Choose the requests to store from now on. Fields that are left out stay as they are."""
         body = CapturePolicySetSerializer.parsed(request)
         policy = capture.capture_policy()
         names = ("share", "shares", "days", "max_rows", "max_bytes")
@@ -101,9 +104,9 @@ class CapturedRequestSerializer(serializers.ModelSerializer[CapturedRequest]):
     class Meta:
         model = CapturedRequest
         fields = (
-            *("id", "object", "cursor", "model", "captured_at", "rating"),
-            *("has_corrected_answer", "num_bytes"),
-        )
+            "id", "object", "cursor", "model", "captured_at", "rating",
+            "has_corrected_answer", "num_bytes",
+        )  # fmt: skip
 
     def get_has_corrected_answer(self, row: CapturedRequest) -> bool:
         return bool(row.sealed_answer)
@@ -112,7 +115,7 @@ class CapturedRequestSerializer(serializers.ModelSerializer[CapturedRequest]):
 class CapturedRowSerializer(serializers.Serializer[Any]):
     object = serializers.CharField(default="captured_request.row")
     id = serializers.CharField()
-    row = serializers.DictField(help_text="As a data set has it.")
+    row = serializers.DictField(help_text="The row as in a dataset.")
 
 
 class _ErasedSerializer(serializers.Serializer[Any]):
@@ -134,7 +137,7 @@ class _FilterSerializer(StrictSerializer):
 class _FromFilterSerializer(_FilterSerializer):
     append = serializers.BooleanField(
         default=False,
-        help_text="Add those that it does not have behind its rows, instead of replacing them.",
+        help_text="Append requests that it does not have, instead of replacing its rows.",
     )
 
 
@@ -155,7 +158,7 @@ def _query_filter(request: Request) -> captured.Filter:
     names = [parameter.name for parameter in _FILTERS]
     given = {name: request.query_params[name] for name in names if name in request.query_params}
     if any("\0" in text for text in given.values()):
-        raise InvalidRequest("It must not have null characters.", param="model")
+        raise InvalidRequest("This must not have NUL characters: remove them.", param="model")
     form = _QueryFilterSerializer(data=given)
     form.is_valid(raise_exception=True)
     return _filter(form.validated_data)
@@ -179,7 +182,7 @@ class CapturedRequestsView(TenantAPIView):
 
     @extend_schema("captured_requests_delete", _FILTERS, responses={200: _ErasedSerializer})
     def delete(self, request: Request) -> Response:
-        """Erase those that the filters name; without a filter all. Data sets made of them stay."""
+        """Erase those that the filters name; without a filter all. Datasets made of them stay."""
         num = captured.captures_delete(wanted=_query_filter(request))
         return Response({"object": "captured_requests.deleted", "deleted": num})
 
@@ -212,7 +215,7 @@ class _FromCapturedSerializer(serializers.Serializer[Any]):
     dataset = DatasetSerializer()
     num_added = serializers.IntegerField(help_text="Rows that its current version has added.")
     num_left_out = serializers.IntegerField(
-        help_text="Captured requests that give no row, or that there was no room for."
+        help_text="Captured requests that give no row, or that exceeded the dataset's size."
     )
 
 
@@ -225,9 +228,9 @@ class DatasetFromCapturedView(TenantAPIView):
         responses={201: _FromCapturedSerializer},
     )
     def post(self, request: Request, name: str) -> Response:
-        """Make the data set of this name from captured requests; needs requests:content, too.
+        """Make the dataset of this name from captured requests; needs requests:content, too.
 
-        Corrected answers stand in place of the model's. It replaces a data set of this name, unless
+        Corrected answers stand in place of the model's. It replaces a dataset of this name, unless
         `append` is true: then a request is added once.
         """
         authorize(self.principal, Permission.REQUESTS_CONTENT)

@@ -1,4 +1,4 @@
-"""/api/v1/datasets/{name}/source: where a dataset's rows are pulled from, and when."""
+"""/api/v1/datasets/{name}/source: the source from which a dataset's rows are pulled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from controlplane.tenants.auth import Permission, authorize
 from controlplane.training import sources
 from controlplane.training.models import DatasetPull, DatasetSource
 
-#: By kind: the fields of its place, with their defaults; None: it has to be given.
+#: Kind -> the fields of its place with their defaults; None: the field is required.
 _PLACE: dict[str, dict[str, str | None]] = {
     "s3": {"endpoint": None, "region": "us-east-1", "bucket": None, "prefix": ""},
     "hub": {"repository": None, "revision": "main", "prefix": ""},
@@ -37,9 +37,9 @@ class DatasetPullSerializer(serializers.ModelSerializer[DatasetPull]):
     class Meta:
         model = DatasetPull
         fields = (
-            *("id", "object", "status", "version", "added_rows", "error"),
-            *("created_at", "finished_at"),
-        )
+            "id", "object", "status", "version", "added_rows", "error",
+            "created_at", "finished_at",
+        )  # fmt: skip
 
 
 class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
@@ -64,9 +64,9 @@ class DatasetSourceSerializer(serializers.ModelSerializer[DatasetSource]):
     class Meta:
         model = DatasetSource
         fields = (
-            *("id", "object", "dataset", "kind", "place", "cron", "timezone", "next_pull_at"),
-            *("is_pulling", "last_pull", "created_at"),
-        )
+            "id", "object", "dataset", "kind", "place", "cron", "timezone", "next_pull_at",
+            "is_pulling", "last_pull", "created_at",
+        )  # fmt: skip
 
 
 class DatasetSourceSetSerializer(StrictSerializer):
@@ -91,22 +91,24 @@ class DatasetSourceSetSerializer(StrictSerializer):
     only = serializers.CharField(
         required=False,
         max_length=16,
-        help_text="Of captured requests: all, corrected; else `good`, or corrected.",
+        help_text="For captured requests: all, corrected; else `good`, or corrected.",
     )
     model = serializers.CharField(
-        required=False, max_length=200, help_text="Of captured requests: as they named it."
+        required=False,
+        max_length=200,
+        help_text="For captured requests: the model as they named it.",
     )
     access_key_id = serializers.CharField(required=False, max_length=2000, write_only=True)
     secret_access_key = serializers.CharField(required=False, max_length=2000, write_only=True)
     session_token = serializers.CharField(required=False, max_length=2000, write_only=True)
     token = serializers.CharField(
-        required=False, max_length=500, write_only=True, help_text="Of a private dataset of a Hub."
+        required=False, max_length=500, write_only=True, help_text="For a private dataset of a Hub."
     )
     cron = serializers.CharField(
         required=False,
         max_length=100,
         allow_blank=True,
-        help_text="When it is pulled; empty: when asked for. Left out: it stays as it is.",
+        help_text="The times of pulls; empty: only on request. Left out: it stays as it is.",
     )
     timezone = serializers.CharField(
         required=False, max_length=64, help_text="At first UTC. Left out: it stays as it is."
@@ -120,13 +122,13 @@ def _divided(body: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     for name, default in _PLACE[kind].items():
         value = body.get(name, default)
         if value is None:
-            raise InvalidRequest(f"A source of {kind} needs it.", param=name)
+            raise InvalidRequest(f"A source of {kind} needs this field.", param=name)
         place[name] = value
     secrets = {name: body[name] for name in _SECRETS[kind] if name in body}
     known = {"kind", "cron", "timezone", *place, *secrets}
     for name in body:
         if name not in known:
-            raise InvalidRequest(f"A source of {kind} has no such field.", param=name)
+            raise InvalidRequest(f"A source of {kind} has no such field: remove it.", param=name)
     return place, secrets
 
 
@@ -138,16 +140,16 @@ class DatasetSourceView(TenantAPIView):
 
     @extend_schema(responses=DatasetSourceSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Return where the dataset's rows are pulled from, without the credentials."""
+        """Return the source of the dataset's rows, without credentials."""
         return Response(DatasetSourceSerializer(sources.source_get(name=name)).data)
 
     @extend_schema(request=DatasetSourceSetSerializer, responses=DatasetSourceSerializer)
     def put(self, request: Request, name: str) -> Response:
-        """Set where rows are pulled from: a bucket of S3, a dataset of the Hub, captured requests.
+        """Set the source of rows: a bucket of S3, a dataset of the Hub, captured requests.
 
         The dataset need not exist. Credentials are stored encrypted, and never shown; those of the
-        Hub stay if they are left out and the place is the same. Captured
-        requests need requests:content, too.
+        Hub stay if they are left out and the place is the same. Captured requests need
+        requests:content, too.
         """
         body = DatasetSourceSetSerializer.parsed(request)
         if body["kind"] == DatasetSource.Kind.CAPTURED:
@@ -165,7 +167,7 @@ class DatasetSourceView(TenantAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
-        """Delete the source with its history; the rows that were pulled stay."""
+        """Delete the source with its history; pulled rows stay."""
         sources.source_delete(source=sources.source_get(name=name))
         return Response(status=204)
 
@@ -181,7 +183,7 @@ class DatasetPullsView(TenantAPIView):
 
     @extend_schema(request=None, responses={202: DatasetSourceSerializer})
     def post(self, request: Request, name: str) -> Response:
-        """Pull now: what is new becomes a version; if nothing is, there is none."""
+        """Pull now: new rows become a version; without new rows there is none."""
         source = sources.source_get(name=name)
         sources.pull_request(source=source)
         return Response(DatasetSourceSerializer(source).data, status=202)

@@ -1,4 +1,4 @@
-"""/api/v1/datasets/{name}/report, /preview, /versions and /restore: what is in a dataset."""
+"""/api/v1/datasets/{name}/report, /preview, /versions and /restore: the contents of datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.training import preview, reports, services, versions
 from controlplane.training.models import DatasetVersion
 
 _LIMIT = OpenApiParameter(
-    "limit", int, description=f"At most so many rows, 1 to {preview.MAX_PREVIEW}; default 10."
+    "limit", int, description=f"Largest number of rows, 1 to {preview.MAX_PREVIEW}; default 10."
 )
 
 
@@ -32,7 +32,7 @@ class FindingsSerializer(serializers.Serializer[Any]):
 
 class BaseCountsSerializer(serializers.Serializer[Any]):
     context_length = serializers.IntegerField()
-    tokens = serializers.IntegerField(help_text="Of each row's longest example, summed.")
+    tokens = serializers.IntegerField(help_text="Tokens of each row's longest example, summed.")
     learned_tokens = serializers.IntegerField()
     mean = serializers.FloatField(help_text="Tokens of a row; so are median, p95, max.")
     median = serializers.IntegerField()
@@ -41,10 +41,10 @@ class BaseCountsSerializer(serializers.Serializer[Any]):
     longer_than_context = FindingsSerializer(help_text="lines: [line, tokens].")
     refused = FindingsSerializer(help_text="By the chat template; lines: [line, why].")
     tokens_per_s = serializers.FloatField(
-        allow_null=True, help_text="Of recent runs on this base; null: there were none."
+        allow_null=True, help_text="Speed of recent runs on this base; null: there were none."
     )
     epoch_s = serializers.FloatField(
-        allow_null=True, help_text="What one pass over the rows takes at that speed."
+        allow_null=True, help_text="Time of one pass over the rows at that speed."
     )
 
 
@@ -64,7 +64,7 @@ class ArgumentsSerializer(serializers.Serializer[Any]):
         help_text="Those that break the schema of their tool: [line, the call, and where in it]."
     )
     num_unchecked = serializers.IntegerField(
-        help_text="Calls of rows that were not counted, or that there was no time for."
+        help_text="Calls that were not checked, because their rows were not counted or time was up."
     )
 
 
@@ -81,16 +81,16 @@ class DatasetReportSerializer(serializers.Serializer[Any]):
         allow_null=True, help_text="Rows that the version before does not have."
     )
     arguments = ArgumentsSerializer(
-        allow_null=True, help_text="Of the calls that are learned; null: of a report of before."
+        allow_null=True, help_text="Counts of the learned calls; null: an old report."
     )
     counted_every = serializers.IntegerField(
-        help_text="1: the tokens of all rows were counted. n: those of every n-th row, and "
+        help_text="1: the tokens of all rows were counted. n: only those of every n-th row, and "
         "`tokens` and `learned_tokens` are estimates."
     )
     bases = serializers.DictField(
         child=BaseCountsSerializer(), help_text="By the base model's name."
     )
-    error = serializers.CharField(help_text="Of a failed report.")
+    error = serializers.CharField(help_text="The error of a failed report.")
     made_at = serializers.DateTimeField(allow_null=True)
 
 
@@ -113,19 +113,20 @@ class DatasetVersionSerializer(serializers.ModelSerializer[DatasetVersion]):
     class Meta:
         model = DatasetVersion
         fields = (
-            *("id", "object", "number", "kind", "sha256", "num_bytes", "num_rows", "added_rows"),
-            *("is_stored", "created_at"),
-        )
+            "id", "object", "number", "kind", "sha256", "num_bytes", "num_rows", "added_rows",
+            "is_stored", "created_at",
+        )  # fmt: skip
 
 
 class DatasetVersionCreateSerializer(StrictSerializer):
     file = serializers.CharField(
-        max_length=100, help_text="Of /v1/files, with purpose `fine-tune`; not needed afterwards."
+        max_length=100,
+        help_text="A file of /v1/files with purpose `fine-tune`; not needed afterwards.",
     )
     append = serializers.BooleanField(
         required=False,
         default=False,
-        help_text="Add the rows behind those that it has, instead of replacing them.",
+        help_text="Append the rows, instead of replacing the present ones.",
     )
 
 
@@ -151,7 +152,7 @@ class DatasetVersionsView(TenantAPIView):
         This is for more rows than fit into one request: up to 2 GiB, uploaded by /v1/uploads.
         """
         body = DatasetVersionCreateSerializer.parsed(request)
-        authorize(self.principal, Permission.FILES_READ)  # it reads a file
+        authorize(self.principal, Permission.FILES_READ)  # because it reads a file
         dataset = dataset_from_file(name=name, file_id=body["file"], appends=body["append"])
         return Response(DatasetSerializer(dataset).data, status=201)
 
@@ -161,7 +162,7 @@ class DatasetRestoreView(TenantAPIView):
 
     @extend_schema(request=RestoreSerializer, responses=DatasetSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Make an earlier version's rows the current ones again, as the next version."""
+        """Make an earlier version's rows current again, as the next version."""
         body = RestoreSerializer.parsed(request)
         dataset = services.dataset_get(name=name)
         restored = versions.version_restore(dataset=dataset, number=body["version"])
@@ -171,21 +172,21 @@ class DatasetRestoreView(TenantAPIView):
 class DatasetReportView(TenantAPIView):
     @extend_schema(responses=DatasetReportSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Return what was counted in the rows of a dataset, or of its version `name@n`.
+        """Return the counts of the rows of a dataset, or of its version `name@n`.
 
-        It is `pending` until that is done. Of rows that were captured, `lines` are empty without
+        It is `pending` until they are counted. For captured rows `lines` are empty without
         requests:content: they may quote a row.
         """
         return Response(reports.report_of(*services.dataset_version_get(name), by=self.principal))
 
 
 class DatasetPreviewView(TenantAPIView):
-    #: Rows are what clients said: only who may replace them reads them.
+    #: Rows are what clients said: only people who may replace them read them.
     permissions: ClassVar = {"GET": Permission.TRAINING_WRITE}
 
     @extend_schema(parameters=[_LIMIT], responses=PreviewSerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Return the dataset's first rows; fewer when they are long.
+        """Return the dataset's first rows; fewer if they are long.
 
         Rows that were captured need requests:content, too.
         """
@@ -193,7 +194,7 @@ class DatasetPreviewView(TenantAPIView):
         limit = int(given) if given.isascii() and given.isdecimal() and len(given) < 5 else 0
         if not 1 <= limit <= preview.MAX_PREVIEW:
             raise InvalidRequest(
-                f"The limit is a number from 1 to {preview.MAX_PREVIEW}.", param="limit"
+                f"limit must be a number from 1 to {preview.MAX_PREVIEW}.", param="limit"
             )
         rows = preview.rows_preview(services.dataset_get(name=name), limit, by=self.principal)
         return Response({"object": "list", "data": rows})

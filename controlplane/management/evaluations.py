@@ -29,7 +29,9 @@ from controlplane.tenants.auth import Permission
 
 _SIDES = [
     OpenApiParameter("before", OpenApiTypes.UUID, required=True, description="An evaluation."),
-    OpenApiParameter("after", OpenApiTypes.UUID, required=True, description="Another one."),
+    OpenApiParameter(
+        "after", OpenApiTypes.UUID, required=True, description="The other evaluation."
+    ),
 ]
 _CASE_HELP = (
     "Each with `messages` as in a chat, `expected`, `checks` and `slice`; docs/evaluation.md has "
@@ -40,7 +42,7 @@ _MAX_REQUESTS = 200
 
 class SuiteSerializer(serializers.ModelSerializer[Suite]):
     object = serializers.CharField(default="suite", read_only=True)
-    version = serializers.IntegerField(source="last_number", help_text="The newest one.")
+    version = serializers.IntegerField(source="last_number", help_text="The newest version.")
 
     class Meta:
         model = Suite
@@ -51,18 +53,18 @@ class SuiteVersionSerializer(serializers.ModelSerializer[SuiteVersion]):
     object = serializers.CharField(default="suite_version", read_only=True)
     suite = serializers.CharField(source="suite.name")
     version = serializers.IntegerField(source="number")
-    origin = serializers.DictField(help_text="Where its cases come from.")
+    origin = serializers.DictField(help_text="The source of its cases.")
     has_requests = serializers.BooleanField(
-        help_text="Whether its cases have words of requests: they, and the answers, need "
-        "requests:content."
+        help_text="Whether its cases have words of requests: reading them and the answers "
+        "needs requests:content."
     )
 
     class Meta:
         model = SuiteVersion
         fields = (
-            *("id", "object", "suite", "version", "num_cases", "num_bytes", "origin"),
-            *("has_requests", "created_at"),
-        )
+            "id", "object", "suite", "version", "num_cases", "num_bytes", "origin",
+            "has_requests", "created_at",
+        )  # fmt: skip
 
 
 class CaseSerializer(serializers.ModelSerializer[Case]):
@@ -79,7 +81,7 @@ class FromDatasetSerializer(StrictSerializer):
     dataset = serializers.CharField(max_length=63)
     checks = serializers.ListField(child=serializers.DictField(), default=list)
     every = serializers.IntegerField(
-        default=1, min_value=1, max_value=1000, help_text="Take each n-th row,"
+        default=1, min_value=1, max_value=1000, help_text="Take every n-th row,"
     )
     offset = serializers.IntegerField(
         default=0, min_value=0, max_value=999, help_text="beginning with this one."
@@ -104,7 +106,7 @@ class SuiteSetSerializer(StrictSerializer):
         help_text=_CASE_HELP,
     )
     from_dataset = FromDatasetSerializer(
-        required=False, help_text="The last answer of each row is what is expected."
+        required=False, help_text="The last answer of each row is the expected one."
     )
     from_requests = FromRequestsSerializer(
         required=False, help_text="Requests of the log; needs requests:content."
@@ -116,7 +118,9 @@ class EvaluationSerializer(serializers.ModelSerializer[Evaluation]):
     suite = serializers.CharField(source="suite_version.suite.name")
     suite_version = serializers.IntegerField(source="suite_version.number")
     num_cases = serializers.IntegerField(source="suite_version.num_cases")
-    served = serializers.CharField(help_text="What `model` meant: nothing else is asked.")
+    served = serializers.CharField(
+        help_text="The exact model that `model` meant, to which all requests go."
+    )
     summary = serializers.DictField(
         help_text="Means: `score` of all checks, `logprob` of a token of the expected answers, "
         "`checks` by type, `slices`; and the number of `errors`."
@@ -125,10 +129,10 @@ class EvaluationSerializer(serializers.ModelSerializer[Evaluation]):
     class Meta:
         model = Evaluation
         fields = (
-            *("id", "object", "model", "served", "suite", "suite_version", "status"),
-            *("num_cases", "num_done", "summary", "error", "max_tokens", "seed"),
-            *("created_at", "started_at", "finished_at"),
-        )
+            "id", "object", "model", "served", "suite", "suite_version", "status",
+            "num_cases", "num_done", "summary", "error", "max_tokens", "seed",
+            "created_at", "started_at", "finished_at",
+        )  # fmt: skip
 
 
 class EvaluationCreateSerializer(StrictSerializer):
@@ -137,32 +141,35 @@ class EvaluationCreateSerializer(StrictSerializer):
     )
     suite = serializers.CharField(max_length=63)
     suite_version = serializers.IntegerField(
-        required=False, allow_null=True, default=None, help_text="Left out: the newest one."
+        required=False, allow_null=True, default=None, help_text="Left out: the newest version."
     )
     max_tokens = serializers.IntegerField(
-        default=256, min_value=1, max_value=services.MAX_TOKENS, help_text="Of each answer."
+        default=256,
+        min_value=1,
+        max_value=services.MAX_TOKENS,
+        help_text="Most tokens of each answer.",
     )
     seed = serializers.IntegerField(default=0, min_value=0, max_value=services.MAX_SEED)
 
 
 class ResultSerializer(serializers.ModelSerializer[Result]):
     object = serializers.CharField(default="evaluation_result", read_only=True)
-    position = serializers.IntegerField(source="case.position", help_text="Of the case.")
+    position = serializers.IntegerField(source="case.position", help_text="Slice of the case.")
     slice = serializers.CharField(source="case.slice")
     scores = serializers.ListField(
         child=serializers.FloatField(allow_null=True),
-        help_text="Of each check, from 0 to 1; null while a judge has not answered.",
+        help_text="Score of each check, from 0 to 1; null while a judge has not answered.",
     )
     logprob = serializers.FloatField(
-        allow_null=True, help_text="Of the expected answer's tokens, summed."
+        allow_null=True, help_text="Log-probability of the expected answer's tokens, summed."
     )
 
     class Meta:
         model = Result
         fields = (
-            *("id", "object", "position", "slice", "output", "finish_reason", "error"),
-            *("scores", "score", "logprob", "num_tokens"),
-        )
+            "id", "object", "position", "slice", "output", "finish_reason", "error",
+            "scores", "score", "logprob", "num_tokens",
+        )  # fmt: skip
 
 
 _INTERVAL = {
@@ -182,7 +189,9 @@ class _DifferenceSerializer(serializers.Serializer[Any]):
     slice = serializers.CharField(help_text="Empty: all cases.")
     before = serializers.FloatField()
     after = serializers.FloatField()
-    interval = DescribedField(_INTERVAL, help_text="Of `after` less `before`, case by case.")
+    interval = DescribedField(
+        _INTERVAL, help_text="Difference of `after` less `before`, case by case."
+    )
 
     def to_representation(self, instance: Any) -> dict[str, Any]:
         told: dict[str, Any] = super().to_representation(instance)
@@ -207,11 +216,11 @@ class ComparisonSerializer(serializers.Serializer[Comparison]):
     num_cases = serializers.IntegerField()
     num_better = serializers.IntegerField()
     num_worse = serializers.IntegerField()
-    method = serializers.CharField(help_text="How the intervals are made.")
+    method = serializers.CharField(help_text="The method of the intervals.")
     differences = _DifferenceSerializer(many=True)
     changed = _ChangedSerializer(
         many=True,
-        help_text="The answers that changed most; empty for who may not read the suite's cases.",
+        help_text="The answers that changed most; empty without the right to read the cases.",
     )
 
 
@@ -226,7 +235,7 @@ class JudgeSerializer(serializers.ModelSerializer[Judge]):
 class JudgeSetSerializer(StrictSerializer):
     url = serializers.CharField(
         max_length=480,
-        help_text="Of an OpenAI-compatible endpoint, to /v1: https, a public host.",
+        help_text="Address of an OpenAI-compatible endpoint, up to /v1: https, a public host.",
     )
     model = serializers.CharField(max_length=200)
     api_key = serializers.CharField(
@@ -263,7 +272,7 @@ class SuiteView(_EvaluationAPIView):
 
 
 class _CasesParser(BoundedJSONParser):
-    """Cases are longer than other bodies. Django keeps no longer ones for an Idempotency-Key."""
+    """A parser of cases, which are longer than other bodies and have no Idempotency-Key."""
 
     max_bytes = 2 * 1024**2
 
@@ -286,7 +295,9 @@ class SuiteVersionsView(_EvaluationAPIView):
         body = SuiteSetSerializer.parsed(request)
         sources = [each for each in ("cases", "from_dataset", "from_requests") if each in body]
         if len(sources) != 1:
-            raise InvalidRequest("Send one of cases, from_dataset, from_requests.", param="cases")
+            raise InvalidRequest(
+                "Send exactly one of cases, from_dataset, from_requests.", param="cases"
+            )
         (cases, has_requests), origin = self._cases(body, sources[0])
         version = suites.suite_version_create(
             name=name,
@@ -365,7 +376,7 @@ class EvaluationView(_EvaluationAPIView):
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, evaluation_id: uuid.UUID) -> Response:
-        """Delete the evaluation with its results; one that runs ends."""
+        """Delete the evaluation with its results; a running one stops."""
         evaluation = services.evaluation_get(evaluation_id=evaluation_id)
         services.evaluation_delete(evaluation=evaluation)
         return Response(status=204)
@@ -407,7 +418,7 @@ class EvaluationComparisonView(_EvaluationAPIView):
         try:
             found = uuid.UUID(request.query_params.get(name, ""))
         except ValueError:
-            raise InvalidRequest("It is the id of an evaluation.", param=name) from None
+            raise InvalidRequest("This must be the id of an evaluation.", param=name) from None
         return services.evaluation_get(evaluation_id=found, param=name)
 
 
@@ -427,7 +438,7 @@ class JudgeView(_EvaluationAPIView):
     def put(self, request: Request, name: str) -> Response:
         """Make or replace a judge: a model elsewhere that gives marks to answers.
 
-        One that suites with words of requests name needs requests:content.
+        A judge of suites with words of requests needs requests:content.
         """
         body = JudgeSetSerializer.parsed(request)
         return Response(JudgeSerializer(judge.judge_set(name=name, by=self.principal, **body)).data)

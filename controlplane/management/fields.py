@@ -15,7 +15,7 @@ class ChoiceField(serializers.ChoiceField):
         super().__init__(choices, **options)
         allowed = ", ".join(map(str, self.choices))
         self.error_messages["invalid_choice"] = f'"{{input}}" is not one of: {allowed}.'
-        self.error_messages["no_text"] = f"It must be one of: {allowed}."
+        self.error_messages["no_text"] = f"This must be one of: {allowed}."
 
     def to_internal_value(self, data: Any) -> Any:
         if not isinstance(data, str):

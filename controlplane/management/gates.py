@@ -22,7 +22,9 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
     adapter = serializers.CharField(source="version.adapter.name")
     version = serializers.IntegerField(source="version.number")
     live_version = serializers.IntegerField(
-        source="live_number", allow_null=True, help_text="With which it is compared."
+        source="live_number",
+        allow_null=True,
+        help_text="The number of the live version in the comparison.",
     )
     suite = serializers.CharField(source="suite_version.suite.name", default=None, allow_null=True)
     suite_version = serializers.IntegerField(
@@ -34,8 +36,8 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
     reasons = serializers.ListField(child=serializers.CharField())
     findings = serializers.ListField(
         child=serializers.DictField(),
-        help_text="By metric and slice: the mean difference, its bounds, the smallest drop that "
-        "could be seen, and the drop that matters.",
+        help_text="By metric and slice: the mean difference, its bounds, the smallest "
+        "detectable drop, and the drop that matters.",
     )
     candidate = serializers.UUIDField(source="candidate_id", allow_null=True)
     live = serializers.UUIDField(source="live_id", allow_null=True)
@@ -43,10 +45,10 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
     class Meta:
         model = GateDecision
         fields = (
-            *("id", "object", "adapter", "version", "live_version", "suite", "suite_version"),
-            *("status", "outcome", "reasons", "findings", "num_leaked", "policy", "candidate"),
-            *("live", "created_at", "decided_at"),
-        )
+            "id", "object", "adapter", "version", "live_version", "suite", "suite_version",
+            "status", "outcome", "reasons", "findings", "num_leaked", "policy", "candidate",
+            "live", "created_at", "decided_at",
+        )  # fmt: skip
 
 
 class VersionGateView(TenantAPIView):
@@ -54,19 +56,19 @@ class VersionGateView(TenantAPIView):
 
     @extend_schema("version_gate", responses=GateSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
-        """Return what the gate found and did with a version. 404 if there was no gate."""
+        """Return the gate's findings and decision on a version. 404 if there was no gate."""
         version = adapter_version_get(name=name, number=number)
         rows = GateDecision.objects.allowed().filter(version=version)
         found = rows.select_related("version__adapter", "suite_version__suite").first()
         if found is None:
-            raise NotFound("The version was not compared by a gate.")
+            raise NotFound("No gate compared this version.")
         return Response(GateSerializer(found).data)
 
     @extend_schema(request=None, responses={202: GateSerializer})
     def post(self, request: Request, name: str, number: int) -> Response:
-        """Have a ready version compared with the live one by the adapter's `gate`, again or first.
+        """Compare a ready version with the live one by the adapter's `gate`, even if it was before.
 
-        The decision is carried out as if a training had just made the version.
+        The decision is applied as if a training had just made the version.
         """
         version = adapter_version_get(name=name, number=number)
         return Response(GateSerializer(gate.gate_begin(version=version)).data, status=202)

@@ -19,12 +19,12 @@ PROBE_HELP = (
     "Whether a worker computes with it what PEFT computes: `status` is waiting, agreed, mismatch "
     "or not_run, `why` says more; null for a version that was never inspected."
 )
-#: What is large in a version's inspection: lists leave it out.
+#: Large fields of a version's inspection, which lists leave out.
 LARGE = ("inspection__doctor", "inspection__compared", "inspection__facts")
 
 
 def probe_of(version: AdapterVersion) -> dict[str, Any] | None:
-    """Return the probe as a version's object has it."""
+    """Return the probe for a version's object."""
     inspection = getattr(version, "inspection", None)
     if inspection is None:
         return None
@@ -48,8 +48,8 @@ class DoctorSerializer(serializers.Serializer[AdapterInspection]):
     number = serializers.IntegerField(source="version.number")
     probe = serializers.SerializerMethodField(help_text=PROBE_HELP)
     device_bytes = serializers.SerializerMethodField(
-        help_text="What it takes of the device memory of the worker that was probed, in whole "
-        "eighths of pages; null until it is known on which device it runs."
+        help_text="Its memory on the device of the probed worker, in whole eighths of pages; null "
+        "until the device is known."
     )
     is_estimated = serializers.SerializerMethodField(
         help_text="Whether `device_bytes` is computed from the number of parameters, because no "
@@ -59,8 +59,7 @@ class DoctorSerializer(serializers.Serializer[AdapterInspection]):
         source="probe.load_ms",
         default=None,
         allow_null=True,
-        help_text="How long the worker that was probed took to load it, from where it had it; 0 "
-        "of an old worker that had it already.",
+        help_text="Time in which the probed worker loaded it; 0 if an old worker had it already.",
     )
     summary = serializers.DictField(source="doctor.summary", default=dict)
     findings = DoctorFindingSerializer(source="doctor.findings", many=True, default=list)
@@ -68,12 +67,12 @@ class DoctorSerializer(serializers.Serializer[AdapterInspection]):
         source="doctor.modules",
         child=serializers.DictField(),
         default=list,
-        help_text="Of each adapted matrix: norms of the scaled change B·A, its norm relative to "
+        help_text="For each adapted matrix: norms of the scaled change B·A, its norm relative to "
         "the base's, singular values, effective rank, ranks that keep 90% and 99% of its energy.",
     )
     compared = serializers.ListField(
         child=serializers.DictField(),
-        help_text="Of each prompt: token ids, and the log-probabilities of all but the first by "
+        help_text="For each prompt: token ids, and the log-probabilities of all but the first by "
         "PEFT, by the worker, and by PEFT without the adapter.",
     )
 
@@ -92,7 +91,7 @@ class VersionDoctorView(TenantAPIView):
 
     @extend_schema("version_doctor", responses=DoctorSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
-        """Get what the weights look like, and how a worker's numbers compare with PEFT's."""
+        """Return statistics of the weights, and how a worker's numbers compare with PEFT's."""
         version = services.adapter_version_get(name=name, number=number)
         return Response(DoctorSerializer(services.adapter_inspection_get(version=version)).data)
 

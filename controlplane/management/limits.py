@@ -48,7 +48,7 @@ _STAYS = "Left out: it stays as it is."
 class QuotaStateSerializer(serializers.Serializer[Any]):
     limit = serializers.IntegerField()
     used = serializers.IntegerField(
-        required=False, help_text="What is used now; absent from the limits of a single run."
+        required=False, help_text="The present use; absent from the limits of a single run."
     )
 
 
@@ -125,9 +125,9 @@ class BudgetSerializer(serializers.ModelSerializer[Budget]):
     class Meta:
         model = Budget
         fields = (
-            *("id", "object", "api_key", "period", "hard_limit", "soft_limit"),
-            *("created_at", "updated_at"),
-        )
+            "id", "object", "api_key", "period", "hard_limit", "soft_limit",
+            "created_at", "updated_at",
+        )  # fmt: skip
 
 
 def _tokens(help_text: str) -> serializers.IntegerField:
@@ -145,8 +145,8 @@ class BudgetSetSerializer(StrictSerializer):
         required=False, allow_null=True, default=None, max_length=64, help_text=_KEY_HELP
     )
     period = ChoiceField(Budget.Period.choices, required=False, default=Budget.Period.MONTH)
-    hard_limit = _tokens("Above so many tokens requests are refused; 0: all are.")
-    soft_limit = _tokens("Above so many tokens responses have a warning header.")
+    hard_limit = _tokens("Tokens above which requests are refused; 0: all are.")
+    soft_limit = _tokens("Tokens above which responses have a warning header.")
 
 
 class LimitsView(TenantAPIView):
@@ -161,8 +161,8 @@ class LimitsView(TenantAPIView):
     def put(self, request: Request) -> Response:
         """Set the limits of one key, of one model, or of a key's use of a model.
 
-        What is left out stays as it is; null removes it. Only the operator can set the limits of
-        the whole tenant.
+        Fields left out stay as they are; null removes a limit. Only the operator can set the limits
+        of the whole tenant.
         """
         body = LimitSetSerializer.parsed(request)
         if body["api_key"] is None and not body["model"]:
@@ -214,7 +214,7 @@ class BudgetsView(TenantAPIView):
     def put(self, request: Request) -> Response:
         """Set the daily or monthly budget of the tenant, or of a key.
 
-        What is left out stays as it is; null removes it.
+        Fields left out stay as they are; null removes a limit.
         """
         body = BudgetSetSerializer.parsed(request)
         row = _once(
@@ -258,7 +258,7 @@ class QuotaView(TenantAPIView):
 
 
 def _limits() -> QuerySet[RateLimit]:
-    """Return the limits for all models, and those of models that the caller may name."""
+    """Return the limits for all models, and those for models that the caller may name."""
     rows = RateLimit.objects.filter(model="") | RateLimit.objects.allowed()
     return rows.select_related("api_key")
 

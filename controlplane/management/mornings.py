@@ -1,4 +1,4 @@
-"""/api/v1/morning: what schedules changed last night."""
+"""/api/v1/morning: the changes that schedules made last night."""
 
 from __future__ import annotations
 
@@ -33,29 +33,35 @@ class MorningEntrySerializer(serializers.Serializer[Entry]):
 
     adapter = serializers.CharField()
     slot = ScheduleRunSerializer(
-        source="row", help_text="The newest one that ran; or else the newest one."
+        source="row", help_text="The newest slot that ran, else the newest one."
     )
     counts = serializers.DictField(
         child=serializers.IntegerField(), help_text="Slots of the night by state."
     )
     version = serializers.IntegerField(
-        source="run.version.number", default=None, allow_null=True, help_text="That it made."
+        source="run.version.number",
+        default=None,
+        allow_null=True,
+        help_text="The version that the run made.",
     )
     error = serializers.CharField(source="run.error", default="")
     num_rows = serializers.IntegerField(allow_null=True)
     rows_added = serializers.IntegerField(
-        allow_null=True, help_text="Since the last run that succeeded; negative: there are fewer."
+        allow_null=True,
+        help_text="Rows added since the last successful run; negative: there are fewer.",
     )
     losses = DescribedField(_CURVE, help_text="[step, loss] of the training.")
-    validation_losses = DescribedField(_CURVE, help_text="The same of the rows to validate with.")
+    validation_losses = DescribedField(_CURVE, help_text="[step, loss] of the validation.")
     best_loss = serializers.FloatField(allow_null=True, help_text="In validation.")
     best_loss_before = serializers.FloatField(allow_null=True)
-    gate = GateSerializer(allow_null=True, help_text="The decision; null: there was no gate.")
+    gate = GateSerializer(
+        allow_null=True, help_text="The gate's decision; null: there was no gate."
+    )
     comparison = ComparisonSerializer(
         source="compared",
         allow_null=True,
-        help_text="With the version that was live; of the first five entries. Ask for one "
-        "`adapter` to get its own.",
+        help_text="Comparison with the version that was live, for the first five entries. Set "
+        "`adapter` to get another one.",
     )
 
 
@@ -69,16 +75,16 @@ class MorningSerializer(serializers.Serializer[Any]):
     data = MorningEntrySerializer(  # type: ignore[assignment]  # a field's name
         source="entries", many=True
     )
-    num_more = serializers.IntegerField(help_text="Schedules that are left out: 50 are shown.")
+    num_more = serializers.IntegerField(help_text="Number of schedules left out: 50 are shown.")
 
 
 class MorningView(TenantAPIView):
     @extend_schema("morning", parameters=_PARAMETERS, responses=MorningSerializer)
     def get(self, request: Request) -> Response:
-        """Tell what schedules changed in the 24 hours up to `until`.
+        """Return the changes that schedules made in the 24 hours up to `until`.
 
-        Of each one: rows added, the curves, the gate's decision with its reasons, differences with
-        intervals, and the 20 answers that changed most.
+        For each schedule: rows added, the curves, the gate's decision with its reasons, differences
+        with intervals, and the 20 answers that changed most.
         """
         name = request.query_params.get("adapter")
         if name is not None:
@@ -86,5 +92,5 @@ class MorningView(TenantAPIView):
         given = request.query_params.get("until", "")
         until = moment_of(given)
         if given and until is None:
-            raise InvalidRequest("It is a time such as 2026-05-01T06:00:00Z.", param="until")
+            raise InvalidRequest("This must be a time such as 2026-05-01T06:00:00Z.", param="until")
         return Response(MorningSerializer(morning_of(until, by=self.principal, adapter=name)).data)

@@ -32,9 +32,9 @@ class TenantSerializer(serializers.ModelSerializer[Tenant]):
     class Meta:
         model = Tenant
         fields = (
-            *("id", "object", "slug", "name", "status", "requires_second_factor"),
-            *("allowed_origins", "created_at"),
-        )
+            "id", "object", "slug", "name", "status", "requires_second_factor",
+            "allowed_origins", "created_at",
+        )  # fmt: skip
 
 
 class TenantUpdateSerializer(StrictSerializer):
@@ -72,9 +72,9 @@ class InviteSerializer(serializers.ModelSerializer[Invite]):
     class Meta:
         model = Invite
         fields = (
-            *("id", "object", "email", "role", "status", "created_at", "expires_at"),
-            *("accepted_at", "revoked_at"),
-        )
+            "id", "object", "email", "role", "status", "created_at", "expires_at",
+            "accepted_at", "revoked_at",
+        )  # fmt: skip
 
 
 class InviteCreateSerializer(StrictSerializer):
@@ -173,7 +173,7 @@ class InvitesView(TenantAPIView):
 
     @extend_schema(request=InviteCreateSerializer, responses={201: InviteCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Invite a person. They need the answer's `url`, which works once, for seven days."""
+        """Invite a person by the answer's `url`, which works once, for seven days."""
         body = InviteCreateSerializer.parsed(request)
         invite, token = people.invite_create(
             by=self.principal, email=body["email"], role=Role(body["role"])

@@ -29,14 +29,14 @@ _CONTENT_HELP = (
     "those of requests with `store: true` are stored. all: those of all requests except with "
     "`store: false`."
 )
-#: As in other servers' logs: the client disconnected before the answer was complete.
+#: The status for a client that disconnected before the answer's end, as in other servers.
 CLIENT_LEFT = 499
 
 
 class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     object = serializers.CharField(default="request", read_only=True)
     id = serializers.CharField(
-        source="request_id", help_text="The response header x-request-id has it."
+        source="request_id", help_text="The id in the response header x-request-id."
     )
     cursor = serializers.UUIDField(source="pk")
     status = serializers.SerializerMethodField(
@@ -58,8 +58,7 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     drafts = serializers.DictField(
         child=serializers.IntegerField(),
         allow_null=True,
-        help_text="Drafted tokens: the right ones by source, and `rejected`. Null: there were "
-        "none.",
+        help_text="Drafted tokens: accepted ones by source, and `rejected`. Null: there were none.",
     )
     has_content = serializers.BooleanField(
         default=False, help_text="Whether its prompt and answers are stored: see `/content`."
@@ -68,23 +67,14 @@ class InferenceRequestSerializer(serializers.ModelSerializer[InferenceRequest]):
     class Meta:
         model = InferenceRequest
         fields = (
-            *("id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id"),
-            *("alias_revision_id", "alias_target"),
-            *(
-                "digests",
-                "weights",
-                "sampling",
-                "attempts",
-                "api_key_id",
-                "stream",
-                "is_batch",
-                "status",
-                "finish_reason",
-            ),
-            *("error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms"),
+            "id", "object", "cursor", "endpoint", "model", "base_model", "adapter_version_id",
+            "alias_revision_id", "alias_target",
+            "digests", "weights", "sampling", "attempts", "api_key_id", "stream", "is_batch",
+            "status", "finish_reason",
+            "error_code", "accepted_at", "queue_ms", "load_ms", "first_token_ms", "total_ms",
             "tier",
-            *("prompt_tokens", "cached_tokens", "completion_tokens", "drafts", "has_content"),
-        )
+            "prompt_tokens", "cached_tokens", "completion_tokens", "drafts", "has_content",
+        )  # fmt: skip
 
     def get_status(self, row: InferenceRequest) -> int:
         if row.error_code:
@@ -120,7 +110,7 @@ def _moment(name: str, value: str) -> dt.datetime:
 
 
 _Filter = tuple[str, Callable[[str, str], Any], str]
-#: By query parameter: the look-up, its parser and its description.
+#: Query parameter -> the look-up, its parser and its description.
 _FILTERS: dict[str, _Filter] = {
     "model": ("model", _text, "Only requests for this model."),
     "endpoint": ("endpoint", _text, "Only requests to this address: /v1/chat/completions, …"),
@@ -244,12 +234,12 @@ class LogPolicyView(TenantAPIView):
 
     @extend_schema("request_log", responses=LogPolicySerializer)
     def get(self, request: Request) -> Response:
-        """Return what the tenant stores of its requests, and for how long."""
+        """Return the tenant's policy for storing requests, and the time limits."""
         return Response(LogPolicySerializer(services.log_policy()).data)
 
     @extend_schema("request_log_set", request=LogPolicySetSerializer, responses=LogPolicySerializer)
     def put(self, request: Request) -> Response:
-        """Choose what is stored. Fields that are left out stay as they are."""
+        """Set the policy for storing requests. Fields that are left out stay as they are."""
         body = LogPolicySetSerializer.parsed(request)
         policy = services.log_policy()
         policy = services.log_policy_set(

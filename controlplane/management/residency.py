@@ -1,4 +1,4 @@
-"""/api/v1/adapters/{name}/residency: where the workers have an adapter's versions."""
+"""/api/v1/adapters/{name}/residency: the places of an adapter's versions on the workers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from controlplane.adapters.models import AdapterVersion
 from controlplane.management.base import TenantAPIView
 from controlplane.queue.residency import Residency, residency, said
 
-#: Versions of one answer: the newest that are ready, and the live one.
+#: Number of versions in an answer: the newest ready ones, and the live one.
 MAX_VERSIONS = 50
 
 
 class PrefetchedSerializer(serializers.Serializer[Any]):
     workers = serializers.IntegerField(help_text="Workers that serve the base model.")
-    ready = serializers.IntegerField(help_text="Of these, those that had it on the GPU in time.")
+    ready = serializers.IntegerField(help_text="Number of these that had it on the GPU in time.")
 
 
 class PlaceSerializer(serializers.Serializer[Any]):
-    worker = serializers.CharField(help_text="A name that stays the same, and says nothing else.")
+    worker = serializers.CharField(help_text="A constant name without further meaning.")
     tier = serializers.ChoiceField(["gpu", "host", "disk", "cold"])
     pinned = serializers.BooleanField(help_text="Whether it stays while nobody asks for it.")
-    seen_s = serializers.FloatField(help_text="Seconds since the worker said so.")
+    seen_s = serializers.FloatField(help_text="Seconds since the worker reported it.")
 
 
 class CountsSerializer(serializers.Serializer[Any]):
@@ -55,7 +55,7 @@ class ResidencySerializer(serializers.Serializer[Any]):
 class ResidencyView(TenantAPIView):
     @extend_schema("adapter_residency", responses=ResidencySerializer)
     def get(self, request: Request, name: str) -> Response:
-        """Tell where each worker has the adapter's ready versions, as of its last heartbeat.
+        """Return the places of the adapter's ready versions on each worker, by its last heartbeat.
 
         Those are 2 seconds apart. The newest 50 versions are listed, and the live one. A worker
         names the newest 512 adapters of its memory and of its disk; others count as cold.

@@ -40,15 +40,15 @@ class ScheduleRunSerializer(serializers.ModelSerializer[ScheduleRun]):
     class Meta:
         model = ScheduleRun
         fields = (
-            *("id", "object", "slot", "state", "reason", "why", "trigger", "training_run"),
-            *("num_rows", "rows_before", "created_at", "concluded_at"),
-        )
+            "id", "object", "slot", "state", "reason", "why", "trigger", "training_run",
+            "num_rows", "rows_before", "created_at", "concluded_at",
+        )  # fmt: skip
 
 
 class ScheduleRunsView(TenantAPIView):
     @extend_schema("schedule_runs", PAGE_PARAMETERS, responses=page_of(ScheduleRunSerializer))
     def get(self, request: Request, name: str) -> Response:
-        """List what became of the schedule's slots, the newest entry first.
+        """List the outcomes of the schedule's slots, the newest first.
 
         The newest 200 are kept, for 90 days.
         """
@@ -63,9 +63,9 @@ class ScheduleRunNowView(TenantAPIView):
 
     @extend_schema("schedule_run_now", request=None, responses={201: ScheduleRunSerializer})
     def post(self, request: Request, name: str) -> Response:
-        """Start the schedule's training run now, whatever its rules say.
+        """Start the schedule's training run now, regardless of its rules.
 
-        409 `run_active` while a run of the adapter goes on. The next slot stays as it is.
+        409 `run_active` while the adapter has an active run. The next slot stays as it is.
         """
         schedule = schedule_get(adapter=adapter_get(name=name))
         row = schedules.schedule_run_now(schedule, created_by=self.principal.user)

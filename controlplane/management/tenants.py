@@ -21,9 +21,9 @@ from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
 from controlplane.tenants.permissions import DEFAULT_SCOPES
 
 _SCOPES_HELP = "What the key may do, as far as its owner's role allows."
-_MODELS_HELP = "Names it may put in `model`; `invoices` covers `invoices@3`. Empty: all."
-_IPS_HELP = "Addresses and networks it may be used from. Empty: all."
-_GRACE_HELP = "How long the previous secret still works."
+_MODELS_HELP = "Names that it may put in `model`; `invoices` covers `invoices@3`. Empty: all."
+_IPS_HELP = "Addresses and networks from which it may be used. Empty: all."
+_GRACE_HELP = "Seconds for which the previous secret still works."
 
 
 class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
@@ -56,10 +56,10 @@ class ApiKeySerializer(serializers.ModelSerializer[ApiKey]):
     class Meta:
         model = ApiKey
         fields = (
-            *("id", "object", "public_id", "name", "environment", "last4", "scopes"),
-            *("allowed_models", "allowed_ips", "owner", "service_account", "parent", "created_at"),
-            *("expires_at", "old_secret_until", "revoked_at", "last_used_at"),
-        )
+            "id", "object", "public_id", "name", "environment", "last4", "scopes",
+            "allowed_models", "allowed_ips", "owner", "service_account", "parent", "created_at",
+            "expires_at", "old_secret_until", "revoked_at", "last_used_at",
+        )  # fmt: skip
 
 
 class _RulesSerializer(StrictSerializer):
@@ -136,8 +136,8 @@ class ApiKeysView(TenantAPIView):
     def post(self, request: Request) -> Response:
         """Make a key. The answer has its text, which cannot be read again.
 
-        Nobody can give a key more than they have. By default it has a developer's scopes, and the
-        models, addresses and expiry of the key that makes it.
+        Nobody can give a key more rights than they have. By default it has a developer's scopes,
+        and the models, addresses and expiry of the key that makes it.
         """
         body = ApiKeyCreateSerializer.parsed(request)
         own = self.principal.api_key
@@ -189,7 +189,7 @@ class ApiKeyRevokeView(TenantAPIView):
 
     @extend_schema(request=ApiKeyRevokeSerializer, responses=ApiKeySerializer)
     def post(self, request: Request, public_id: str) -> Response:
-        """Revoke a key for ever, and the keys that it made; they stop working within a second."""
+        """Revoke a key, and the keys that it made; they stop working within a second."""
         key_services.api_key_get(public_id=public_id)
         body = ApiKeyRevokeSerializer.parsed(request)
         api_key = key_services.api_key_revoke(
@@ -204,7 +204,7 @@ def _default_rules(principal: Principal) -> KeyRules:
 
 
 def _rules(body: dict[str, Any], before: KeyRules) -> KeyRules:
-    """Return the rules of a body; those that it leaves out are from `before`."""
+    """Return the rules of a body; missing ones come from `before`."""
     return KeyRules(
         scopes=tuple(body.get("scopes", before.scopes)),
         allowed_models=tuple(body.get("allowed_models", before.allowed_models)),

@@ -29,12 +29,12 @@ from controlplane.training.schedule_rules import settings_changed
 
 _NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
 _APPEND = OpenApiParameter(
-    "append", bool, description="Add the rows behind those that it has, instead of replacing them."
+    "append", bool, description="Append the rows, instead of replacing the present ones."
 )
 _ADAPTER = OpenApiParameter("adapter", str, description="Only the runs of this adapter.")
 _HYPERPARAMETERS_HELP = (
-    f"{', '.join(field.name for field in dataclasses.fields(Hyperparameters))}; the trainer's "
-    "defaults apply to those left out."
+    f"{', '.join(field.name for field in dataclasses.fields(Hyperparameters))}; those left "
+    "out have the trainer's defaults."
 )
 _VALIDATION_HELP = "Rows to validate with, instead of a `validation_share` of the dataset's."
 
@@ -43,7 +43,7 @@ _RELATED = ("adapter", "dataset", "validation_dataset", "version")
 
 
 class RowsParser(BaseParser):
-    """Reads a body of any media type as bytes, up to the limit of a dataset."""
+    """A parser of any media type as bytes, up to the limit of a dataset."""
 
     media_type = "*/*"
 
@@ -57,7 +57,7 @@ class RowsParser(BaseParser):
         if len(content) > services.MAX_DIRECT_BYTES:
             raise PayloadTooLarge(
                 f"A request's body can have at most {services.MAX_DIRECT_BYTES} bytes of rows. "
-                "Upload more as a file for fine-tune, and make it a version."
+                "Upload more as a file with purpose fine-tune, and make it a version."
             )
         return content
 
@@ -68,9 +68,9 @@ class DatasetSerializer(serializers.ModelSerializer[Dataset]):
     class Meta:
         model = Dataset
         fields = (
-            *("id", "object", "name", "version", "sha256", "num_bytes", "num_rows"),
-            *("created_at", "updated_at"),
-        )
+            "id", "object", "name", "version", "sha256", "num_bytes", "num_rows",
+            "created_at", "updated_at",
+        )  # fmt: skip
 
 
 class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
@@ -91,9 +91,9 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         allow_null=True,
         help_text="The adapter version that it made.",
     )
-    error = serializers.CharField(help_text="Why it failed; empty if it did not fail.")
+    error = serializers.CharField(help_text="The reason of a failure; empty: it did not fail.")
     waits_until = serializers.SerializerMethodField(
-        help_text="Of a queued run: when the platform's training window opens; null if it is open."
+        help_text="When the platform's training window opens for a queued run; null if it is open."
     )
 
     def get_waits_until(self, run: TrainingRun) -> dt.datetime | None:
@@ -102,15 +102,17 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
     class Meta:
         model = TrainingRun
         fields = (
-            *("id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256"),
-            *("validation_dataset", "validation_sha256", "status", "progress"),
-            *("error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters"),
-            *("created_at", "started_at", "finished_at"),
-        )
+            "id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256",
+            "validation_dataset", "validation_sha256", "status", "progress",
+            "error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters",
+            "created_at", "started_at", "finished_at",
+        )  # fmt: skip
 
 
 class TrainingRunCreateSerializer(StrictSerializer):
-    adapter = serializers.CharField(max_length=63, help_text="Made if there is none of this name.")
+    adapter = serializers.CharField(
+        max_length=63, help_text="The adapter, which is made if it does not exist."
+    )
     dataset = serializers.CharField(
         max_length=80, help_text="Its name, for the current version, or name@n."
     )
@@ -131,9 +133,9 @@ class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
         source="validation_dataset.name", default=None, allow_null=True
     )
 
-    grace_s = serializers.SerializerMethodField(help_text="So late a slot is still on time.")
+    grace_s = serializers.SerializerMethodField(help_text="Seconds by which a slot may be late.")
     owed_slot = serializers.DateTimeField(
-        allow_null=True, help_text="A missed slot that runs as soon as it may."
+        allow_null=True, help_text="A missed slot that will run as soon as possible."
     )
 
     def get_grace_s(self, schedule: Schedule) -> int:
@@ -142,10 +144,10 @@ class ScheduleSerializer(serializers.ModelSerializer[Schedule]):
     class Meta:
         model = Schedule
         fields = (
-            *("id", "object", "adapter", "dataset", "validation_dataset", "cron", "timezone"),
-            *("hyperparameters", "is_paused", "next_run_at", "created_at"),
-            *("skip_unchanged", "window", "misfire", "grace_s", "max_runs_per_day", "owed_slot"),
-        )
+            "id", "object", "adapter", "dataset", "validation_dataset", "cron", "timezone",
+            "hyperparameters", "is_paused", "next_run_at", "created_at",
+            "skip_unchanged", "window", "misfire", "grace_s", "max_runs_per_day", "owed_slot",
+        )  # fmt: skip
 
 
 class ScheduleRulesSerializer(StrictSerializer):
@@ -165,11 +167,13 @@ class ScheduleRulesSerializer(StrictSerializer):
     misfire = ChoiceField(
         Schedule.Misfire.choices,
         required=False,
-        help_text="What becomes of slots that could not run within `grace_s`.",
+        help_text="The rule for slots that could not run within `grace_s`.",
     )
-    grace_s = serializers.IntegerField(required=False, help_text="So late a slot is still on time.")
+    grace_s = serializers.IntegerField(
+        required=False, help_text="Seconds by which a slot may be late."
+    )
     max_runs_per_day = serializers.IntegerField(
-        required=False, allow_null=True, help_text="In 24 hours; null: any number."
+        required=False, allow_null=True, help_text="Most runs in 24 hours; null: any number."
     )
 
 
@@ -205,11 +209,11 @@ class DatasetsView(TenantAPIView):
         responses={201: DatasetSerializer},
     )
     def post(self, request: Request) -> Response:
-        """Upload chat JSONL: the body is the file, of 32 MiB at most. It is the next version.
+        """Upload chat JSONL: the body is the file, of 32 MiB at most. It becomes the next version.
 
         It replaces the rows of a dataset of this name, or is appended to them. Each line is a chat
         as OpenAI defines it for fine-tuning, {"messages": […], "tools": […]}, or {"prompt",
-        "completion"}. The assistant's messages are learned, but those of weight 0.
+        "completion"}. The assistant's messages are learned, except those of weight 0.
         """
         name = request.query_params.get("name")
         if name is None:
@@ -230,7 +234,7 @@ class DatasetView(TenantAPIView):
 
     @extend_schema(parameters=[FORCE], responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
-        """Delete the dataset for good; runs that have ended stay, without it.
+        """Delete the dataset; runs that have ended stay, without it.
 
         409 `in_use` names the schedules and active runs that use it.
         """
@@ -310,7 +314,7 @@ class ScheduleView(TenantAPIView):
     def put(self, request: Request, name: str) -> Response:
         """Retrain the adapter by a cron line in a time zone.
 
-        What is left out stays as it is; a new schedule has the defaults.
+        Fields left out stay as they are; a new schedule has the defaults.
         """
         adapter = adapter_get(name=name)
         body = ScheduleSetSerializer.parsed(request)

@@ -26,7 +26,7 @@ class UsageDaySerializer(serializers.Serializer[dict[str, object]]):
     model = serializers.CharField()
     requests = serializers.IntegerField()
     prompt_tokens = serializers.IntegerField()
-    cached_tokens = serializers.IntegerField(help_text="Of the prompt tokens.")
+    cached_tokens = serializers.IntegerField(help_text="The cached ones of the prompt tokens.")
     completion_tokens = serializers.IntegerField()
 
 
@@ -36,7 +36,7 @@ class TrainingDaySerializer(serializers.Serializer[dict[str, object]]):
     base_model = serializers.CharField()
     runs = serializers.IntegerField(help_text="Training runs that ended or were paused.")
     trained_tokens = serializers.IntegerField()
-    cpu_seconds = serializers.FloatField(help_text="Of trainers without a GPU.")
+    cpu_seconds = serializers.FloatField(help_text="Seconds of trainers without a GPU.")
     gpu_seconds = serializers.FloatField()
 
 
@@ -58,9 +58,9 @@ class UsageView(TenantAPIView):
         responses=UsageSerializer,
     )
     def get(self, request: Request) -> Response:
-        """Return the tenant's requests and tokens, per day (UTC) and model, newest first.
+        """Return the tenant's requests and tokens by day (UTC) and model, newest first.
 
-        `training`: what its training runs used, per day and adapter.
+        `training`: the use by its training runs, by day and adapter.
         """
         end = _day(request, "end") or timezone.now().date()
         start = _day(request, "start") or end - dt.timedelta(days=DEFAULT_DAYS - 1)
@@ -82,5 +82,7 @@ def _day(request: Request, name: str) -> dt.date | None:
     except ValueError as error:
         raise InvalidRequest(f"{name} must be a date, as 2026-01-31.", param=name) from error
     if not 2000 <= day.year <= 9000:
-        raise InvalidRequest(f"{name} is out of range.", param=name)
+        raise InvalidRequest(
+            f"{name} is out of range: choose a year from 2000 to 9000.", param=name
+        )
     return day

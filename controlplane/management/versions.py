@@ -1,4 +1,4 @@
-"""/api/v1/adapters/{name}/versions/{n}/…: the life of a version, its files, what differs."""
+"""/api/v1/adapters/{name}/versions/{n}/…: a version's states, files and differences."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DeprecateSerializer(StrictSerializer):
         default=None,
         allow_null=True,
         help_text="From this day (UTC) requests for the version are refused, and then it is "
-        "retired; null: it has no end.",
+        "retired; null: no such day.",
     )
 
 
 class DownloadFileSerializer(serializers.Serializer[Any]):
-    url = serializers.URLField(help_text="For a GET without a key.")
+    url = serializers.URLField(help_text="A URL for a GET without a key.")
     num_bytes = serializers.IntegerField()
 
 
@@ -110,9 +110,9 @@ class VersionUnretireView(_LifeView):
 class VersionDownloadView(_LifeView):
     @extend_schema(request=None, responses=DownloadSerializer)
     def post(self, request: Request, name: str, number: int) -> Response:
-        """Get URLs of the version's two files that work for some minutes, without a key.
+        """Return URLs of the version's two files, which work for some minutes without a key.
 
-        The audit trail keeps who asked.
+        The audit trail records who asked.
         """
         version = services.adapter_version_get(name=name, number=number)
         return Response(DownloadSerializer(downloads.version_download(version=version)).data)
@@ -128,10 +128,10 @@ class VersionDiffView(TenantAPIView):
         responses=DiffSerializer,
     )
     def get(self, request: Request, name: str, number: int) -> Response:
-        """List what differs from another version: config, files, provenance, training."""
+        """List the differences from another version: config, files, provenance, training."""
         after = services.adapter_version_get(name=name, number=number)
         other = request.query_params.get("with", "")
         if not (other.isascii() and other.isdigit() and len(other) <= 10):
-            raise InvalidRequest("with is the number of a version.", param="with")
+            raise InvalidRequest("with must be the number of a version.", param="with")
         before = services.adapter_version_get(name=name, number=int(other))
         return Response(DiffSerializer(comparison.versions_compare(before, after)).data)

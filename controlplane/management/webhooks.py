@@ -31,21 +31,22 @@ class WebhookSerializer(serializers.ModelSerializer[WebhookEndpoint]):
     object = serializers.CharField(default="webhook", read_only=True)
     event_types = serializers.ListField(child=serializers.CharField(), help_text=_TYPES_HELP)
     disabled_reason = serializers.CharField(
-        help_text="Why the platform disabled it; empty if it did not."
+        help_text="The reason why the platform disabled it; empty: it did not."
     )
     failing_since = serializers.DateTimeField(
-        allow_null=True, help_text="Since when every attempt failed; null: the last one did not."
+        allow_null=True,
+        help_text="Time since which every attempt failed; null: the last one did not.",
     )
     old_secret_until = serializers.DateTimeField(
-        allow_null=True, help_text="Until when the secret before the last rotation signs, too."
+        allow_null=True, help_text="Until when the secret before the last rotation also signs."
     )
 
     class Meta:
         model = WebhookEndpoint
         fields = (
-            *("id", "object", "url", "description", "event_types", "is_enabled"),
-            *("disabled_reason", "failing_since", "old_secret_until", "created_at"),
-        )
+            "id", "object", "url", "description", "event_types", "is_enabled",
+            "disabled_reason", "failing_since", "old_secret_until", "created_at",
+        )  # fmt: skip
 
 
 class WebhookCreatedSerializer(WebhookSerializer):
@@ -77,7 +78,7 @@ class WebhookUpdateSerializer(StrictSerializer):
         max_length=services.MAX_DESCRIPTION_CHARS, required=False, allow_blank=True
     )
     is_enabled = serializers.BooleanField(
-        required=False, help_text="Disabling cancels what waits for delivery."
+        required=False, help_text="Disabling cancels waiting deliveries."
     )
 
 
@@ -87,7 +88,7 @@ class WebhookRotateSerializer(StrictSerializer):
         default=int(services.DEFAULT_OVERLAP.total_seconds()),
         min_value=0,
         max_value=int(services.MAX_OVERLAP.total_seconds()),
-        help_text="For so long each event is signed with both secrets.",
+        help_text="Seconds for which each event is signed with both secrets.",
     )
 
 
@@ -97,18 +98,22 @@ class WebhookDeliverySerializer(serializers.ModelSerializer[WebhookDelivery]):
         source="event.public_id", help_text="The event's id, sent as `webhook-id`."
     )
     event_type = serializers.CharField(source="event.type")
-    attempts = serializers.IntegerField(help_text="Since it was made, or last redelivered.")
-    response_status = serializers.IntegerField(
-        allow_null=True, help_text="Of the last attempt; null: there was no answer."
+    attempts = serializers.IntegerField(
+        help_text="Attempts since it was made, or last redelivered."
     )
-    error = serializers.CharField(help_text="Why the last attempt failed; empty if it did not.")
+    response_status = serializers.IntegerField(
+        allow_null=True, help_text="Status of the last attempt's answer; null: there was none."
+    )
+    error = serializers.CharField(
+        help_text="The reason why the last attempt failed; empty: it did not."
+    )
 
     class Meta:
         model = WebhookDelivery
         fields = (
-            *("id", "object", "event", "event_type", "status", "attempts", "attempted_at"),
-            *("next_attempt_at", "response_status", "error", "took_ms", "created_at"),
-        )
+            "id", "object", "event", "event_type", "status", "attempts", "attempted_at",
+            "next_attempt_at", "response_status", "error", "took_ms", "created_at",
+        )  # fmt: skip
 
 
 class WebhooksView(TenantAPIView):
@@ -121,7 +126,7 @@ class WebhooksView(TenantAPIView):
 
     @extend_schema(request=WebhookCreateSerializer, responses={201: WebhookCreatedSerializer})
     def post(self, request: Request) -> Response:
-        """Make a webhook. Its secret is in this answer alone."""
+        """Make a webhook. Only this answer has its secret."""
         made, secret = services.webhook_create(**WebhookCreateSerializer.parsed(request))
         return Response(_with_secret(made, secret), status=201)
 

@@ -1,1 +1,1 @@
-"""What schedules changed last night: as a page, as JSON, and as one event of a tenant."""
+"""The changes that schedules made last night: as a page, as JSON, and as one event."""

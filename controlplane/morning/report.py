@@ -1,7 +1,7 @@
-"""What changed in a night: of each schedule that had a slot, its newest run and what came of it.
+"""The changes of a night: for each schedule with a slot, its newest run and the results.
 
-Nothing is stored for it: it is read from the history of schedules, the runs, and the gate's
-decisions with their evaluations. What of these is deleted is no longer shown.
+Nothing is stored: the report is read from the history of schedules, the runs, and the gate's
+decisions with their evaluations. Deleted ones are no longer shown.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from controlplane.tenants.auth import Principal
 from controlplane.training.models import ScheduleRun, TrainingRun
 
 NIGHT = dt.timedelta(hours=24)
-#: Schedules that are shown, those that need a look first.
+#: Number of shown schedules; those that need attention come first.
 MAX_ENTRIES = 50
-#: Of so many the answers that changed are shown, too: each takes reading thousands of results.
+#: Number of entries with changed answers: each takes reading thousands of results.
 MAX_COMPARED = 5
-#: Slots of the night that are read; more than 20 a schedule are rare.
+#: Number of slots that are read; more than 20 of a schedule are rare.
 _MAX_SLOTS = 5000
-#: How urgent an entry is, by the state of its newest slot.
+#: Urgency of an entry, by the state of its newest slot.
 _FIRST = {"failed": 0, "missed": 1, "cancelled": 2}
 _LAST = 9
 _GATE = (
-    *("version__adapter", "suite_version__suite"),
-    *("candidate__suite_version__suite", "live__suite_version__suite"),
+    "version__adapter",
+    "suite_version__suite",
+    "candidate__suite_version__suite",
+    "live__suite_version__suite",
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One schedule's night.
+    """The night of one schedule.
 
     row       the newest slot that ran; or else the newest one
-    counts    how many slots ended in which state
+    counts    number of slots by state
     before    the adapter's run before that succeeded; None: there is none
     compared  None: there is nothing to compare, or `compared_later`
     """
@@ -64,12 +66,12 @@ class Entry:
 
     @property
     def num_rows(self) -> int | None:
-        """Return how many rows the run has; None: there is no run, or nobody knows."""
+        """Return the number of the run's rows; None: there is no run, or it is unknown."""
         return self.run.num_rows if self.run else None
 
     @property
     def rows_added(self) -> int | None:
-        """Return how many rows more the run had than the one before; None: nobody knows."""
+        """Return the number of rows added since the run before; None: it is unknown."""
         after, before = self.num_rows, self.row.rows_before
         return None if after is None or before is None else after - before
 
@@ -88,7 +90,7 @@ class Entry:
 
     @property
     def best_loss_before(self) -> float | None:
-        """Return the same of the run before."""
+        """Return the best validation loss of the run before."""
         return self.before.progress.get("best_loss") if self.before else None
 
     @property
@@ -110,7 +112,7 @@ class Morning:
 def morning_of(
     until: dt.datetime | None = None, *, by: Principal, adapter: str | None = None
 ) -> Morning:
-    """Return what changed in the 24 hours up to `until`, now by default, of the tenant in scope.
+    """Return the changes of the tenant in scope in the 24 hours up to `until`, by default now.
 
     by       who reads it: answers that they may not read are left out
     adapter  only this one's
@@ -142,7 +144,7 @@ def _urgency(night: Sequence[ScheduleRun]) -> tuple[int, int, str]:
 
 
 def _shown(night: Sequence[ScheduleRun]) -> ScheduleRun:
-    """Return the slot that ran last, or the newest one if that was missed after it."""
+    """Return the slot that ran last, or the newest one if it was missed later."""
     ran = [(row.training_run.created_at, row) for row in night if row.training_run]
     if not ran:
         return night[0]
@@ -203,5 +205,5 @@ def _compared(gate: GateDecision, by: Principal) -> Comparison | None:
     assert gate.candidate is not None and gate.live is not None
     try:
         return evaluations_compare(gate.live, gate.candidate, by=by)
-    except ApiError:  # one has failed, or waits
+    except ApiError:  # an evaluation has failed, or waits
         return None

@@ -9,5 +9,5 @@ from controlplane.morning import telling
 
 @shared_task(name="controlplane.morning.tasks.mornings_tell", ignore_result=True)
 def mornings_tell() -> None:
-    """Tell tenants what their schedules did."""
+    """Publish events about the changes of schedules."""
     telling.mornings_tell()

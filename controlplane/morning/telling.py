@@ -1,6 +1,6 @@
-"""Tell each tenant once what its schedules did: an event, from which webhooks and mails are made.
+"""Publish one event for each tenant about its schedules' night, for webhooks and mails.
 
-It waits until nothing is under way and no slot is near, so that a night is one event; at most
+It waits until no run is active and no slot is near, so that a night is one event; at most
 `MAX_WAIT`. It has numbers and names of adapters, no prompts and no answers.
 """
 
@@ -27,23 +27,23 @@ from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 
 log = logging.getLogger(__name__)
 
-#: With a slot so near, what there is waits for it.
+#: Time before a slot in which the event waits for it.
 QUIET = dt.timedelta(hours=3)
-#: What happened so long ago is told, whatever goes on.
+#: Longest wait of an outcome for its event.
 MAX_WAIT = dt.timedelta(hours=12)
-#: Older slots are not told: nobody's morning is two days long.
+#: Age from which slots are no longer told.
 _KEPT = dt.timedelta(days=2)
 _TENANTS = 200
-#: Adapters that are named, of each outcome.
+#: Number of adapters named for each outcome.
 _MAX_NAMES = 20
 
 
 def mornings_tell(now: dt.datetime | None = None) -> int:
-    """Tell all tenants that have something new. -> how many."""
+    """Publish an event for each tenant with something new. -> their number."""
     now = now or timezone.now()
     with all_tenants(reason="find tenants whose schedules had slots"):
         rows = _untold(now).filter(tenant__status=Tenant.Status.ACTIVE)
-        # Slots that only were skipped are told with others.
+        # Slots that were only skipped are told together with others.
         rows = rows.exclude(status=ScheduleRun.Status.SKIPPED)
         tenants = list(rows.order_by().values_list("tenant_id", flat=True).distinct()[:_TENANTS])
     return sum(_tell(tenant_id, now) for tenant_id in tenants)
@@ -58,7 +58,7 @@ def _tell(tenant_id: uuid.UUID, now: dt.datetime) -> bool:
         with tenant_scope(tenant_id), transaction.atomic():
             lock_until_commit(f"morning {tenant_id}")
             return _tell_if_over(now)
-    except Exception:  # others are told
+    except Exception:  # continue with the others
         log.exception("a tenant was not told of its night", extra={"tenant_id": str(tenant_id)})
         return False
 
@@ -122,7 +122,7 @@ def _names(rows: list[ScheduleRun], states: set[Any]) -> list[str]:
 
 
 def moment_of(text: str) -> dt.datetime | None:
-    """Return the time that an address names; None: it names none, or none that a database has."""
+    """Return the time that an address names; None: it is none, or out of range."""
     try:
         found = dt.datetime.fromisoformat(text.strip().replace(" ", "+"))
         found = found if found.tzinfo else found.replace(tzinfo=dt.UTC)
@@ -134,6 +134,6 @@ def moment_of(text: str) -> dt.datetime | None:
 
 
 def page_url(until: dt.datetime) -> str:
-    """Return the address of the morning page as it stood at a time."""
+    """Return the address of the morning page for a time."""
     told = urlencode({"until": until.astimezone(dt.UTC).isoformat(timespec="seconds")})
     return f"{settings.BASE_URL}/console/morning?{told}"

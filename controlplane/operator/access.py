@@ -1,4 +1,4 @@
-"""What every view of /ops/v1 shares: who may use it, and the platform's record of what they did."""
+"""The base of all views of /ops/v1: authentication, scopes, and the platform's audit trail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class ServiceKeyAuthentication(BaseAuthentication):
-    """Authenticates by a service key. Only a request without a header tries the session."""
+    """Authentication by a service key. Only a request without a header tries the session."""
 
     def authenticate(self, request: Request) -> tuple[Operator, Operator] | None:
         header = request.headers.get("Authorization")
@@ -42,7 +42,7 @@ class ServiceKeyAuthentication(BaseAuthentication):
 
 
 class OperatorSessionAuthentication(SessionAuthentication):
-    """Authenticates by an operator's session; writes need the CSRF token."""
+    """Authentication by an operator's session; writes need the CSRF token."""
 
     def authenticate(self, request: Request) -> tuple[User, Operator] | None:  # type: ignore[override]
         user = request._request.user
@@ -94,7 +94,7 @@ class OperatorAccess(RowAPIView):
 
     @property
     def operator(self) -> Operator:
-        """Who asks. Raises NotAuthenticated."""
+        """Return the operator who asks. Raises NotAuthenticated."""
         operator = self.request.auth
         if not isinstance(operator, Operator):
             raise NotAuthenticated

@@ -57,7 +57,7 @@ class TenantDeleteSerializer(StrictSerializer):
         required=False,
         min_value=0,
         max_value=90,
-        help_text="For how long it can be restored; 0: not at all. Default: the installation's.",
+        help_text="Days in which it can be restored; 0: none. Default: the installation's.",
     )
 
 
@@ -79,22 +79,22 @@ class DeletionSerializer(serializers.ModelSerializer[TenantDeletion]):
     object = serializers.CharField(default="tenant_deletion", read_only=True)
     tenant = serializers.CharField(source="slug", help_text="The slug that it had.")
     steps = serializers.ListField(
-        child=serializers.CharField(), help_text="The steps that are done, in their order."
+        child=serializers.CharField(), help_text="The finished steps, in their order."
     )
     counts = serializers.DictField(
         child=serializers.IntegerField(),
-        help_text="What was deleted: rows by table, objects, people, Redis keys.",
+        help_text="Numbers of deleted rows by table, objects, people, Redis keys.",
     )
-    num_bytes = serializers.IntegerField(help_text="Of the deleted objects.")
-    error = serializers.CharField(help_text="What the last try failed with; empty: nothing.")
+    num_bytes = serializers.IntegerField(help_text="Bytes of the deleted objects.")
+    error = serializers.CharField(help_text="The error of the last attempt; empty: none.")
 
     class Meta:
         model = TenantDeletion
         fields = (
-            *("id", "object", "tenant", "tenant_id", "status", "requested_by", "requested_at"),
-            *("due_at", "started_at", "finished_at", "restored_at", "steps", "counts"),
-            *("num_bytes", "error"),
-        )
+            "id", "object", "tenant", "tenant_id", "status", "requested_by", "requested_at",
+            "due_at", "started_at", "finished_at", "restored_at", "steps", "counts",
+            "num_bytes", "error",
+        )  # fmt: skip
 
 
 class WorkerSerializer(serializers.Serializer[Any]):
@@ -130,9 +130,9 @@ class DeadLetterSerializer(serializers.ModelSerializer[DeadLetter]):
     class Meta:
         model = DeadLetter
         fields = (
-            *("id", "object", "tenant", "request_id", "model", "worker_id", "reason"),
-            *("created_at", "requeued_at", "requeued_as"),
-        )
+            "id", "object", "tenant", "request_id", "model", "worker_id", "reason",
+            "created_at", "requeued_at", "requeued_as",
+        )  # fmt: skip
 
 
 class QuarantineSerializer(serializers.Serializer[Any]):
@@ -141,9 +141,7 @@ class QuarantineSerializer(serializers.Serializer[Any]):
     since = serializers.DateTimeField()
 
 
-_DRY_RUN = OpenApiParameter(
-    "dry_run", bool, description="Tell what would happen, and change nothing."
-)
+_DRY_RUN = OpenApiParameter("dry_run", bool, description="Report the changes, and make none.")
 
 
 class TenantsView(OperatorAPIView):
@@ -170,12 +168,12 @@ class TenantsView(OperatorAPIView):
 class TenantView(OperatorAPIView):
     readers = (Scope.TENANTS_READ,)
     writers = (Scope.TENANTS_WRITE,)
-    # Of a PUT, since its answer has secrets that are shown once.
+    # For PUT, because its answer has secrets that are shown once.
     kept_methods = ("POST", "PUT")
 
     def check_scope(self, request: Request) -> None:
         if request.method == "DELETE":
-            self.operator.check()  # as for `restore`, which undoes it: people only
+            self.operator.check()  # as for `restore`, which undoes it: only people
         super().check_scope(request)
 
     @extend_schema("ops_tenants_retrieve", responses=TenantSerializer)
@@ -200,9 +198,9 @@ class TenantView(OperatorAPIView):
         responses={200: ProvisionedSerializer, 201: ProvisionedSerializer},
     )
     def put(self, request: Request, slug: str) -> Response:
-        """Bring a tenant to the state that the document describes: all of it, or nothing.
+        """Bring a tenant to the state that the document describes: completely, or not at all.
 
-        What the document leaves out stays as it is; nothing is removed. The same document again
+        Parts that it leaves out stay as they are; nothing is removed. The same document again
         changes nothing. `keys` also need the scope keys:write, `adapters` adapters:write,
         `schedules` training:write. 201: the tenant is new.
         """
@@ -235,7 +233,7 @@ class TenantView(OperatorAPIView):
 class TenantRestoreView(OperatorAPIView):
     @extend_schema("ops_tenants_restore", request=None, responses=TenantSerializer)
     def post(self, request: Request, slug: str) -> Response:
-        """Undo a tenant's deletion within its grace period. 409 when there is none or it began."""
+        """Undo a tenant's deletion within its grace period. 409 if there is none, or it began."""
         return Response(TenantSerializer(tenant_restore(tenant=tenant_get(slug))).data)
 
 
@@ -254,7 +252,7 @@ class TenantLimitsView(OperatorAPIView):
     def put(self, request: Request, slug: str) -> Response:
         """Set the limits of a whole tenant, which it cannot change.
 
-        What is left out stays as it is; null removes it.
+        Fields left out stay as they are; null removes a limit.
         """
         tenant = tenant_to_change(slug)
         body = RatesSerializer.parsed(request)
@@ -275,7 +273,7 @@ class TenantQuotaView(OperatorAPIView):
 
     @extend_schema("ops_tenants_quota_set", request=QuotaSetSerializer, responses=QuotaSerializer)
     def put(self, request: Request, slug: str) -> Response:
-        """Set a tenant's quotas. What it already has stays, and so do quotas that are left out."""
+        """Set a tenant's quotas. Its present data stays, and so do quotas that are left out."""
         tenant = tenant_to_change(slug)
         body = QuotaSetSerializer.parsed(request)
         with tenant_scope(tenant.id):
@@ -335,13 +333,13 @@ class WorkerDrainView(OperatorAPIView):
 
     @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
     def post(self, request: Request, worker_id: str) -> Response:
-        """Let a worker finish its requests, take no more, and end. A restart ends that."""
+        """Let a worker finish its requests, take no more, and exit. A restart ends the drain."""
         pool.worker_drain(worker_id=worker_id)
         return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
 
     @extend_schema("ops_workers_resume", responses={202: WorkerSerializer})
     def delete(self, request: Request, worker_id: str) -> Response:
-        """Let a worker that drains take requests again, if it still has some of its own."""
+        """Let a draining worker take requests again, if it still has some of its own."""
         pool.worker_resume(worker_id=worker_id)
         return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
 
@@ -352,7 +350,7 @@ class QueuesView(OperatorAPIView):
 
     @extend_schema("ops_queues_list", PAGE_PARAMETERS, responses=page_of(QueueSerializer))
     def get(self, request: Request) -> Response:
-        """List what waits for a worker, per base model."""
+        """List the waiting requests and tokens, by base model."""
         return page_of_items(request, pool.queues(), QueueSerializer, cursor="base_model")
 
 
@@ -374,7 +372,7 @@ class DeadLetterView(OperatorAPIView):
 
     @extend_schema("ops_dead_letters_discard", responses={204: None})
     def delete(self, request: Request, letter_id: uuid.UUID) -> Response:
-        """Delete a dead letter and its prompt, for good. The tenant's audit trail says so."""
+        """Delete a dead letter and its prompt. The tenant's audit trail records it."""
         if not dead_letters.dead_letter_discard(_letter(letter_id)):
             raise NotFound("There is no such dead letter.")
         return Response(status=204)

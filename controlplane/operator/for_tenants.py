@@ -34,8 +34,8 @@ from controlplane.operator.principal import OperatorPrincipal
 from controlplane.service_keys.scopes import Scope
 from controlplane.tenants.permissions import DEVELOPER, Permission
 
-#: What an operator may do in a tenant by the views of each scope. The keys that it makes can have
-#: what a developer has.
+#: Permissions of an operator in a tenant by scope, for the views of /api/v1. Keys that the scope
+#: makes can have a developer's scopes.
 _ALLOWED: dict[Scope, frozenset[Permission]] = {
     Scope.ADAPTERS_WRITE: frozenset({Permission.READ, Permission.ADAPTERS_WRITE}),
     Scope.DATASETS_WRITE: frozenset({Permission.READ, Permission.TRAINING_WRITE}),
@@ -44,12 +44,12 @@ _ALLOWED: dict[Scope, frozenset[Permission]] = {
 }
 
 
-#: They show what the tenant wrote for its models: `tenants:read` reads no prompt.
+#: Views with texts that the tenant wrote for its models: `tenants:read` reads no prompt.
 _WITH_PROMPTS = (aliases.AliasView, aliases.AliasRevisionView)
 
 
 class ForTenant(OperatorAccess, TenantAPIView):
-    """Runs a view of /api/v1 as the operator, in the scope of the tenant of the address."""
+    """A view of /api/v1, run as the operator in the scope of the tenant of the address."""
 
     scope: ClassVar[Scope]
 
@@ -106,7 +106,7 @@ _DATASETS, _TRAINING = Scope.DATASETS_WRITE, Scope.TRAINING_WRITE
 _ADAPTER, _ALIAS = "adapters/<str:name>", "aliases/<str:name>"
 _VERSION = f"{_ADAPTER}/versions/<int:number>"
 
-#: An adapter's, a version's and an alias's addresses; the names are those of the operations.
+#: Names of operations -> addresses of an adapter, a version and an alias.
 _RELEASES: tuple[tuple[str, type[TenantAPIView], str], ...] = (
     (f"{_ADAPTER}/rollback", adapters.AdapterRollbackView, "adapter_rollback"),
     (f"{_ADAPTER}/history", adapters.AdapterHistoryView, "adapter_history"),

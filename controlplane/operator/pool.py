@@ -15,7 +15,7 @@ from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.redis_client import redis_client
 from controlplane.queue.workers import WorkerStatus, workers
 
-#: Length of a worker's order stream: orders are few, and older ones have been read.
+#: Length of a worker's order stream; older orders have been read.
 _MAX_ORDERS = 1000
 CLASSES = {"interactive": fair_queue.INTERACTIVE, "batch": fair_queue.BATCH}
 
@@ -32,14 +32,14 @@ def worker_get(*, worker_id: str) -> WorkerStatus:
 def worker_drain(*, worker_id: str) -> bool:
     """Tell a worker to finish its requests and take no more. Raises NotFound, Unavailable.
 
-    -> whether it was told; it is told once, however often one asks until its heartbeat says so.
+    -> whether it was told; repeated calls tell it once, until its heartbeat shows the drain.
     """
     return _tell(worker_id, protocol.Control.DRAIN, "drained")
 
 
 @transaction.atomic
 def worker_resume(*, worker_id: str) -> bool:
-    """Tell a worker that drains to take requests again: one that was told, and has some left.
+    """Tell a draining worker that still has requests to take others again.
 
     -> whether it was told, as above. Raises NotFound, Unavailable.
     """
@@ -61,7 +61,7 @@ def _tell(worker_id: str, action: protocol.Control, recorded: str) -> bool:
 
 
 def _told_lately(client: Any, key: str) -> protocol.Control | None:
-    """Return the newest of these orders, if the worker's heartbeat may not show it yet."""
+    """Return the newest of these orders, if the heartbeat may not show it yet."""
     seconds, _ = client.time()
     oldest = int((seconds - protocol.HEARTBEAT_TIMEOUT_S) * 1000)
     payloads = {
@@ -75,7 +75,7 @@ def _told_lately(client: Any, key: str) -> protocol.Control | None:
 
 
 def queues() -> list[dict[str, Any]]:
-    """Return what waits, per base model: requests, their tokens, and tenants per class.
+    """Return by base model the waiting requests, their tokens, and tenants by class.
 
     Raises Unavailable when Redis does not answer.
     """

@@ -14,11 +14,11 @@ from controlplane.tenants.models import Role, Tenant
 class OperatorPrincipal(Principal):
     """A person or a service key that acts for the tenant; no member of it.
 
-    The audit trail has the operator as the actor of what it does.
+    The audit trail has the operator as the actor.
     """
 
     service_key: ServiceKey | None = None
-    #: What it may do here, whatever a member's role would allow.
+    #: Its permissions here, regardless of a member's role.
     allowed: frozenset[Permission] = frozenset()
 
     @classmethod
@@ -27,7 +27,7 @@ class OperatorPrincipal(Principal):
     ) -> OperatorPrincipal:
         return cls(
             tenant=tenant,
-            role=Role.OWNER,  # for messages: `allowed` decides
+            role=Role.OWNER,  # only for messages: `allowed` decides
             user=operator.user,
             service_key=operator.service_key,
             allowed=allowed,

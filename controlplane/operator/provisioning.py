@@ -1,7 +1,7 @@
 """Bring a tenant to the state that a document describes, in one transaction.
 
-What the document leaves out stays as it is; nothing is removed. The same document again changes
-nothing.
+Parts that the document leaves out stay as they are; nothing is removed. The same document again
+changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from controlplane.training.models import Schedule
 from controlplane.training.schedule_rules import settings_changed
 from controlplane.training.services import schedule_set
 
-#: What a part of the document needs besides `tenants:write`.
+#: Scope that a part of the document needs besides `tenants:write`.
 PART_SCOPES = {
     "keys": Scope.KEYS_WRITE,
     "adapters": Scope.ADAPTERS_WRITE,
@@ -67,7 +67,7 @@ class Result(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What became of one part of the document."""
+    """The result of one part of the document."""
 
     path: str
     name: str
@@ -81,7 +81,7 @@ class Provisioned:
     is_dry_run: bool
     tenant: Tenant | None = None
     parts: list[Part] = dataclasses.field(default_factory=list)
-    #: Of each new secret: the fields of the answer's `secrets`.
+    #: The fields of the answer's `secrets`, for each new one.
     secrets: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def add(self, path: str, name: str, result: Result) -> None:
@@ -96,10 +96,10 @@ class Provisioned:
 def tenant_provision(
     *, slug: str, document: _Document, by: Operator, is_dry_run: bool = False
 ) -> Provisioned:
-    """Make or change a tenant and what the document names. All of it is done, or nothing.
+    """Make or change a tenant and the document's other parts: completely, or not at all.
 
     document    the fields of `TenantDocumentSerializer`, checked
-    is_dry_run  tell what would happen, and change nothing
+    is_dry_run  report the changes, and make none
 
     Raises PermissionDenied for a service key without the scope of a part, and InvalidRequest,
     Conflict and the other errors of each part, with the path of the field.
@@ -111,7 +111,7 @@ def tenant_provision(
         raise InvalidRequest(SLUG_RULE, param="slug")
     outcome = Provisioned(is_dry_run)
     lock_until_commit(f"tenant document {slug}")
-    # Rolled back by itself: the caller's transaction may keep more.
+    # A savepoint of its own, because the caller's transaction may keep other changes.
     with transaction.atomic():
         with recorded_at_end() as events:
             tenant = _tenant(slug, document, outcome)
@@ -173,7 +173,7 @@ def _rates_and_quota(document: _Document, outcome: Provisioned) -> None:
 
 @contextlib.contextmanager
 def _field_of(path: str) -> Iterator[None]:
-    """Let errors name the field of the document. What it names and is not there is its error."""
+    """Let errors name the field of the document, also for a missing object that it names."""
     try:
         yield
     except NotFound as error:
@@ -241,7 +241,9 @@ def _key(path: str, entry: _Document, outcome: Provisioned) -> None:
         outcome.secrets.append(secret)
         return
     if entry.get("environment", known.environment) != known.environment:
-        raise Conflict(f"This key is a {known.environment} key.", param="environment")
+        raise Conflict(
+            f"This key is a {known.environment} key: choose another name.", param="environment"
+        )
     changes = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
     changes["expires_at"] = entry.get("expires_at", known.expires_at)
     if wanted == key_grants.rules_of(known) and changes["expires_at"] == known.expires_at:
@@ -301,7 +303,7 @@ def _adapter(path: str, entry: _Document, outcome: Provisioned) -> None:
         return
     if base_model not in (None, known.base_model.name):
         raise Conflict(
-            f"{name} is an adapter of {known.base_model.name}; an adapter keeps its base model.",
+            f"{name} is an adapter of {known.base_model.name}; choose another name.",
             param="base_model",
         )
     outcome.add(path, name, Result.UNCHANGED)

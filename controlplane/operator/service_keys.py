@@ -19,8 +19,8 @@ from controlplane.service_keys.models import ServiceKey
 from controlplane.service_keys.scopes import SCOPES
 from controlplane.tenants.key_rules import MAX_ALLOWED
 
-_SCOPES_HELP = "What the key may do. A write also allows reading what it writes."
-_IPS_HELP = "Addresses and networks it may be used from. Empty: all."
+_SCOPES_HELP = "The key's scopes. A write scope also allows reading the same objects."
+_IPS_HELP = "Addresses and networks from which it may be used. Empty: all."
 
 
 class ServiceKeySerializer(serializers.ModelSerializer[ServiceKey]):
@@ -37,10 +37,10 @@ class ServiceKeySerializer(serializers.ModelSerializer[ServiceKey]):
     class Meta:
         model = ServiceKey
         fields = (
-            *("id", "object", "public_id", "name", "last4", "scopes", "allowed_ips"),
-            *("created_by", "created_at", "expires_at", "old_secret_until", "revoked_at"),
+            "id", "object", "public_id", "name", "last4", "scopes", "allowed_ips",
+            "created_by", "created_at", "expires_at", "old_secret_until", "revoked_at",
             "last_used_at",
-        )
+        )  # fmt: skip
 
 
 class ServiceKeyCreateSerializer(StrictSerializer):
@@ -120,6 +120,6 @@ class ServiceKeyRotateView(OperatorAPIView):
 class ServiceKeyRevokeView(OperatorAPIView):
     @extend_schema("ops_service_keys_revoke", request=None, responses=ServiceKeySerializer)
     def post(self, request: Request, public_id: str) -> Response:
-        """Revoke a service key for ever; its next request is refused."""
+        """Revoke a service key; its next request is refused."""
         service_key = services.service_key_revoke(public_id=public_id)
         return Response(ServiceKeySerializer(service_key).data)

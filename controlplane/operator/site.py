@@ -22,7 +22,7 @@ from controlplane.operator.pages import dead_letters, health, quarantine, queues
 from controlplane.tenancy.scope import statement_timeout_ms
 from controlplane.tenants.second_factor import is_kept_out
 
-#: A page's statement that takes longer is cancelled, so that no list slows the platform down.
+#: Time after which a page's statement is cancelled, so that no list slows the platform.
 STATEMENT_TIMEOUT_MS = 3000
 
 #: Groups of (title, icon of Material Symbols, view).
@@ -86,7 +86,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
     index_title = "Health"
 
     def has_permission(self, request: HttpRequest) -> bool:
-        """Return whether an operator asks. Called several times per page; queries only once."""
+        """Return whether an operator asks; it queries once per page."""
         if not super().has_permission(request):
             return False
         if not hasattr(request, "operator_is_kept_out"):
@@ -108,7 +108,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         return [path(route, self.admin_view(view), name=name) for route, view, name in pages]
 
     def admin_view(self, view: Any, cacheable: bool = False) -> Any:
-        """Return the view for operators alone, whose statements are cancelled when they are slow.
+        """Return the view for operators only; slow statements are cancelled.
 
         It renders its answer, because templates query, too.
         """
@@ -155,7 +155,7 @@ class OperatorSite(UnfoldAdminSite):  # type: ignore[misc]
         if request.user.is_authenticated:
             return render(request, "operator/refused.html", status=403)
         if request.headers.get("HX-Request"):
-            # A part of a page asks for itself after the session has ended: open the whole page.
+            # A part of a page was requested after the session ended: open the whole page.
             return HttpResponse(headers={"HX-Refresh": "true"})
         target = request.GET.get(REDIRECT_FIELD_NAME) or reverse("admin:index")
         return redirect(f"{settings.LOGIN_URL}?{urlencode({REDIRECT_FIELD_NAME: target})}")

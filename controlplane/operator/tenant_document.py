@@ -16,7 +16,7 @@ from controlplane.tenants.models import ApiKey
 from controlplane.tenants.permissions import Permission
 from controlplane.tenants.services import SETTABLE
 
-#: The most entries of each list.
+#: Largest number of entries of each list.
 MAX_KEYS, MAX_ADAPTERS, MAX_SCHEDULES = 100, 200, 200
 _MAX_LISTED = 100
 KEY_ROLE_CHOICES = [(role.value, role.label) for role in KEY_ROLES]
@@ -25,19 +25,21 @@ KEY_ROLE_CHOICES = [(role.value, role.label) for role in KEY_ROLES]
 class OwnerSerializer(StrictSerializer):
     email = serializers.EmailField(
         max_length=254,
-        help_text="Invited by mail as an owner, once: unless they are or were a member.",
+        help_text="Invited by mail as an owner, once; not if they are or were a member.",
     )
 
 
 class DocumentKeySerializer(StrictSerializer):
-    name = serializers.CharField(max_length=100, help_text="What finds the key again.")
+    name = serializers.CharField(
+        max_length=100, help_text="The name by which the same key is found again."
+    )
     role = ChoiceField(KEY_ROLE_CHOICES, required=False, help_text="Instead of `scopes`.")
     scopes = serializers.ListField(
         child=ChoiceField([p.value for p in Permission]),
         required=False,
         allow_empty=False,
         max_length=_MAX_LISTED,
-        help_text="A developer's at most; by default all of a developer's.",
+        help_text="At most a developer's scopes, which are the default.",
     )
     allowed_models = serializers.ListField(
         child=serializers.CharField(max_length=80), required=False, max_length=_MAX_LISTED
@@ -79,7 +81,7 @@ class TenantDocumentSerializer(StrictSerializer):
     status = ChoiceField([status.value for status in SETTABLE], required=False)
     owner = OwnerSerializer(required=False)
     keys = _list_of(DocumentKeySerializer, MAX_KEYS)
-    limits = RatesSerializer(required=False, help_text="Of the whole tenant.")
+    limits = RatesSerializer(required=False, help_text="Limits of the whole tenant.")
     quota = QuotaSetSerializer(required=False)
     adapters = _list_of(DocumentAdapterSerializer, MAX_ADAPTERS)
     schedules = _list_of(DocumentScheduleSerializer, MAX_SCHEDULES)
@@ -90,25 +92,31 @@ class TenantDocumentSerializer(StrictSerializer):
             for index, entry in enumerate(attrs.get(part, ())):
                 if entry[field] in seen:
                     path = f"{part}.{index}.{field}"
-                    raise serializers.ValidationError({path: "This is in the list twice."})
+                    raise serializers.ValidationError(
+                        {path: "This is in the list twice: remove one."}
+                    )
                 seen.add(entry[field])
         return attrs
 
 
 class PartSerializer(serializers.Serializer[Any]):
-    path = serializers.CharField(help_text="In the document, as `keys[0]`; `tenant` for itself.")
+    path = serializers.CharField(
+        help_text="The part of the document, as `keys[0]`; `tenant` for the tenant itself."
+    )
     name = serializers.CharField()
     result = serializers.ChoiceField([result.value for result in Result])
 
 
 class SecretSerializer(serializers.Serializer[Any]):
-    """Something new that is shown only this time."""
+    """A new secret, shown only this time."""
 
     path = serializers.CharField()
     name = serializers.CharField()
     public_id = serializers.CharField(required=False, help_text="Of a key.")
     key = serializers.CharField(required=False, help_text="The key itself.")
-    url = serializers.CharField(required=False, help_text="Where the owner accepts the invite.")
+    url = serializers.CharField(
+        required=False, help_text="The address at which the owner accepts the invite."
+    )
 
 
 class ProvisionedSerializer(serializers.Serializer[Any]):
@@ -117,5 +125,5 @@ class ProvisionedSerializer(serializers.Serializer[Any]):
     tenant = TenantSerializer(
         allow_null=True, help_text="Null in a dry run if there is no such tenant."
     )
-    parts = PartSerializer(many=True, help_text="What became of each part of the document.")
-    secrets = SecretSerializer(many=True, help_text="Of what is new. They are shown only once.")
+    parts = PartSerializer(many=True, help_text="The result of each part of the document.")
+    secrets = SecretSerializer(many=True, help_text="New secrets. They are shown only once.")

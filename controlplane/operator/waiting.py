@@ -1,4 +1,4 @@
-"""What waits for a worker, by class and tenant, read from Redis without any prompt."""
+"""The requests that wait for a worker, by class and tenant, without their prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contract.queue import fair_queue
 from controlplane.infra.redis_client import redis_client
 from controlplane.operator.pool import CLASSES
 
-#: Tenants that are shown of a class.
+#: Number of tenants shown for each class.
 TOP = 20
-#: Tenants of a class that are looked at; with more, the sums are lower bounds.
+#: Number of a class's tenants that are read; with more, the sums are lower bounds.
 _MAX_TENANTS = 10_000
-#: Commands of one round trip, so that Redis answers others in between.
+#: Number of commands in a round trip, so that Redis answers others in between.
 _CHUNK = 1000
 
 
@@ -39,9 +39,9 @@ class ClassQueue:
     requests: int
     tokens: int
     num_tenants: int
-    oldest_s: float  # how long the oldest has waited
+    oldest_s: float  # waiting time of the oldest
     top: tuple[Backlog, ...]  # the largest, at most TOP
-    is_cut: bool  # whether there are more tenants than were looked at
+    is_cut: bool  # whether there are more tenants than were read
 
 
 def class_queues() -> list[ClassQueue]:

@@ -1,1 +1,1 @@
-"""Events of a tenant that somebody outside may want to know, stored with the change they tell."""
+"""Events of a tenant for receivers outside, stored with the change that they describe."""

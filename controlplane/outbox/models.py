@@ -1,4 +1,4 @@
-"""Events, until they are forgotten; `controlplane.webhooks` delivers them."""
+"""Events, until they are deleted; `controlplane.webhooks` delivers them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from controlplane.tenancy.public_ids import PublicIdModel
 
 
 class EventType(models.TextChoices):
-    """What is told; the names are part of the API."""
+    """The types of events; the names are part of the API."""
 
     VERSION_READY = "version.ready", "a version passed its checks"
     VERSION_REJECTED = "version.rejected", "a version failed its checks"
@@ -22,12 +22,12 @@ class EventType(models.TextChoices):
     SCHEDULE_MISSED = "schedule.missed", "a schedule's slot was missed"
     MORNING_READY = "morning.ready", "what changed last night can be read"
     BUDGET_REACHED = "budget.reached", "a budget's limit is reached"
-    #: These two are for one endpoint, and about one: nobody chooses them.
+    #: These two concern one endpoint only: nobody can choose them.
     WEBHOOK_TEST = "webhook.test", "somebody tries a webhook"
     WEBHOOK_DISABLED = "webhook.disabled", "a webhook failed for too long"
 
 
-#: What people and webhooks can choose.
+#: Types that people and webhooks can choose.
 CHOOSABLE = tuple(
     type for type in EventType if type not in (EventType.WEBHOOK_TEST, EventType.WEBHOOK_DISABLED)
 )
@@ -40,7 +40,7 @@ class OutboxEvent(PublicIdModel):
 
     type = models.CharField(max_length=32, choices=EventType)
     data = models.JSONField(default=dict)
-    #: When deliveries and mails were made for it; they are made once.
+    #: Time when its deliveries and mails were made, which happens once.
     fanned_out_at = models.DateTimeField(null=True)
 
     class Meta:

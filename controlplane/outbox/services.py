@@ -14,7 +14,7 @@ event_stored = Hook[[], None]()
 
 
 def publish(type: EventType, **data: Any) -> OutboxEvent:
-    """Store an event of the tenant in scope, in the transaction of the change that it tells.
+    """Store an event of the tenant in scope, in the transaction of its change.
 
     So receivers hear of a change if and only if it was made.
 

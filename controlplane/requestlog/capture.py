@@ -1,7 +1,7 @@
-"""Capture: what a tenant keeps of its requests to train on. Off until the tenant says otherwise.
+"""Capture: requests that a tenant stores to train on. Off until the tenant switches it on.
 
-It is apart from the request log's content: kept longer or shorter, sampled, and only of chats whose
-whole prompt and answer are known. Rows are encrypted with a key of their own.
+It is separate from the request log's content: kept for its own time, sampled, and only for chats
+whose whole prompt and answer are known. Rows are encrypted with a key of their own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from controlplane.requestlog.services import Words
 from controlplane.tenancy.scoping import all_tenants
 
 MAX_DAYS = 365
-#: Of a tenant.
+#: Limits of a tenant's policy.
 MAX_ROWS, MIN_BYTES, MAX_BYTES = 50_000, 1024**2, 256 * 1024**2
 MAX_MODELS = 50
 MAX_MODEL_CHARS = 200
-#: Rows deleted by one statement.
+#: Number of rows deleted by one statement.
 _PIECE = 1000
 
 
@@ -42,7 +42,7 @@ class CaptureRule:
     shares: Mapping[str, float]
 
     def takes(self, request_id: str, model: str, store: bool | None) -> bool:
-        """Return whether to keep a request; the same in each process. `store: false` is never."""
+        """Return whether to keep a request, the same in each process; never with `store: false`."""
         if store is False:
             return False
         digest = hashlib.sha256(request_id.encode()).digest()
@@ -64,16 +64,16 @@ def capture_policy() -> CapturePolicy:
 def capture_policy_set(
     *, share: float, shares: Mapping[str, float], days: int, max_rows: int, max_bytes: int
 ) -> CapturePolicy:
-    """Set what the tenant in scope keeps from now on; rows that are kept stay until they expire.
+    """Set the policy of the tenant in scope; stored rows stay until they expire.
 
     Raises InvalidRequest that names the field.
     """
     _check_number("share", share, 0, 1)
     if len(shares) > MAX_MODELS:
-        raise InvalidRequest(f"At most {MAX_MODELS} models can be named.", param="shares")
+        raise InvalidRequest(f"Name at most {MAX_MODELS} models.", param="shares")
     for name, value in shares.items():
         if not 0 < len(name) <= MAX_MODEL_CHARS or "\0" in name or not can_be_written(name):
-            raise InvalidRequest("A name is that of a model.", param="shares")
+            raise InvalidRequest("This must be the name of a model.", param="shares")
         _check_number(f"shares.{name}", value, 0, 1)
     _check_number("days", days, 1, MAX_DAYS)
     _check_number("max_rows", max_rows, 1, MAX_ROWS)
@@ -93,12 +93,12 @@ def capture_policy_set(
 
 def _check_number(name: str, value: float, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise InvalidRequest(f"It must be from {least} to {most}.", param=name)
+        raise InvalidRequest(f"This must be from {least} to {most}.", param=name)
 
 
 def _audit_fields(policy: CapturePolicy) -> dict[str, Any]:
     names = ("share", "days", "max_rows", "max_bytes")
-    # A list: the trail refuses fields called `token` or `secret`, which models may be called.
+    # A list: the trail refuses fields called `token` or `secret`, and models may have these names.
     shares = sorted(policy.shares.items())
     return {"shares": shares} | {name: getattr(policy, name) for name in names}
 
@@ -112,7 +112,7 @@ def rules_of_all() -> dict[uuid.UUID, CaptureRule]:
 
 
 def captures_keep(found: Sequence[Words]) -> int:
-    """Keep the requests that their tenants want now; the oldest make room. -> how many
+    """Store the requests that their tenants want now, within bounds. -> their number
 
     Raises django.db.Error.
     """
@@ -139,7 +139,7 @@ def captures_keep(found: Sequence[Words]) -> int:
 
 
 def _is_whole(words: Words) -> bool:
-    """An answer that ended at a limit, or a part that was cut off, is nothing to learn."""
+    """Return whether the answer and all stored parts are complete: others teach nothing."""
     is_said = words.finish_reason == FinishReason.STOP and any(words.outputs)
     return is_said and not words.is_truncated and "messages" in words.prompt
 
@@ -162,7 +162,7 @@ def _row(words: Words, policy: CapturePolicy) -> CapturedRequest:
 
 
 def make_room(policy: CapturePolicy) -> int:
-    """Delete the oldest rows above the policy's bounds, those with feedback last. -> how many"""
+    """Delete the oldest rows above the policy's bounds, those with feedback last. -> the number"""
     rows = CapturedRequest.objects.filter(tenant_id=policy.tenant_id)
     kept = rows.aggregate(num=Count("pk"), sum=Sum("num_bytes"))
     num_over, bytes_over = kept["num"] - policy.max_rows, (kept["sum"] or 0) - policy.max_bytes

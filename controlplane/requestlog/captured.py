@@ -26,13 +26,13 @@ from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy, Feedback, Rating
 from controlplane.tenancy.model_scope import current_bounds
 
-#: Of a corrected answer, as JSON.
+#: Largest length of a corrected answer, as JSON.
 MAX_ANSWER_CHARS = 64 * 1024
-#: Rows that one data set is made of, newest first.
+#: Number of rows of one dataset, newest first.
 MAX_ROWS, MAX_ROW_BYTES = 50_000, 32 * 1024**2
-#: Read from the database at a time.
+#: Number of rows read from the database at a time.
 _CHUNK = 200
-#: An id as the header x-request-id has it, or as an answer's `id` does.
+#: An id in the form of the header x-request-id, or of an answer's `id`.
 _ID = re.compile(r"(?:req_|chatcmpl-|cmpl-|resp_)([0-9a-f]{32})")
 
 Answer = str | dict[str, Any]
@@ -40,9 +40,9 @@ Answer = str | dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which captured requests.
+    """A selection of captured requests.
 
-    only  all: but for those that were rated bad and not corrected; good: rated so, or corrected;
+    only  all: without those that were rated bad and not corrected; good: rated good, or corrected;
           corrected; any: all, as they are
     """
 
@@ -80,9 +80,9 @@ ONLY = ("all", "good", "corrected")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """JSONL to train on, and how many captured requests gave no row.
+    """JSONL to train on, and the number of captured requests that gave no row.
 
-    keys  of those that gave one
+    keys  the captured requests that gave one
     """
 
     content: bytes
@@ -92,7 +92,7 @@ class Rows:
 
 
 def request_id_of(name: str) -> str:
-    """Return the request's id for what a client calls it. Raises NotFound."""
+    """Return the request's id by a client's name for it. Raises NotFound."""
     match = _ID.fullmatch(name)
     if match is None:
         raise _no_request()
@@ -104,7 +104,7 @@ def _no_request() -> NotFound:
 
 
 def no_row() -> NotFound:
-    return NotFound("The request's content can no longer be read as a row.")
+    return NotFound("The request's content can no longer be read as a row: erase it.")
 
 
 def captured_get(*, request_id: str) -> CapturedRequest:
@@ -117,10 +117,10 @@ def captured_get(*, request_id: str) -> CapturedRequest:
 
 
 def row_of(captured: CapturedRequest, policy: CapturePolicy) -> dict[str, Any]:
-    """Return the row to train on: the chat with its tools, and the answer that is learned.
+    """Return the row to train on: the chat with its tools, and the answer to learn.
 
-    That is the corrected answer where there is one. Earlier answers are not learned: each was one
-    request's. Raises Unreadable, WrongRow.
+    The answer is the corrected one, if there is one. Earlier answers in the chat are not learned:
+    each was another request's. Raises Unreadable, WrongRow.
     """
     content = sealing.unseal(bytes(captured.sealed), bytes(policy.wrapped_key))
     answer: Answer | None = None
@@ -148,7 +148,7 @@ def _row(content: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of the prompt as a data set has it."""
+    """Return a message of the prompt in the form of a dataset."""
     names = ("role", "content", "tool_call_id")
     told: dict[str, Any] = {name: message[name] for name in names if name in message}
     if message.get("tool_calls"):
@@ -194,8 +194,8 @@ def rows_of(wanted: Filter) -> Rows:
 def dataset_note(*, dataset_id: uuid.UUID, keys: list[uuid.UUID], appends: bool) -> None:
     """Note that a dataset has the rows of these captured requests; call it in its transaction.
 
-    appends  False: it has no others any more
-    Raises Conflict when another call has added one of them meanwhile.
+    appends  False: it has no other rows
+    Raises Conflict when another call has just added one of them.
     """
     name = str(dataset_id)
     if not appends:
@@ -206,7 +206,9 @@ def dataset_note(*, dataset_id: uuid.UUID, keys: list[uuid.UUID], appends: bool)
     new = CapturedRequest.objects.filter(pk__in=keys).exclude(datasets__contains=[name])
     known = CapturedRequest.objects.filter(pk__in=keys, datasets__contains=[name])
     if known.exists():
-        raise Conflict("These captured requests are being added already.", code="append_under_way")
+        raise Conflict(
+            "These captured requests are just being added by another call.", code="append_under_way"
+        )
     joined = CombinedExpression(F("datasets"), "||", Value([name], JSONField()))
     new.update(datasets=ExpressionWrapper(joined, JSONField()))
 
@@ -220,7 +222,7 @@ def _chunks(rows: QuerySet[CapturedRequest]) -> Iterator[CapturedRequest]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Feedback as it is stored now."""
+    """Feedback as stored."""
 
     request_id: str
     rating: str | None
@@ -236,9 +238,9 @@ def feedback_give(
     answer: Answer | None = None,
     may_name: Callable[[str], bool] = lambda model: True,
 ) -> Given:
-    """Rate a request's answer, or say what it should have been; what is left out stays.
+    """Rate a request's answer, or correct it; fields left out stay.
 
-    An answer for a request that was not captured is not stored: there is no prompt to it.
+    An answer for a request that was not captured is not stored, because its prompt is not.
 
     may_name  (model) -> whether the caller may ask it
     Raises NotFound, InvalidRequest for an answer that is no row's.
@@ -299,9 +301,9 @@ def captured_delete(*, request_id: str) -> None:
 
 @transaction.atomic
 def captures_delete(*, wanted: Filter) -> int:
-    """Erase captured requests; data sets that were made of them stay. -> how many
+    """Erase captured requests; datasets made of them stay. -> their number
 
-    Without any bound the key goes, too: what a gateway adds meanwhile cannot be read.
+    Without any filter the key is deleted, too, so requests just being added are unreadable.
     """
     if wanted == Filter(only="any") and current_bounds() is None:
         num = CapturedRequest.objects.all().delete()[0]

@@ -17,14 +17,14 @@ class InferenceRequest(TenantModel):
     model = models.CharField(max_length=200)
     base_model = models.CharField(max_length=63)
     adapter_version_id = models.UUIDField(null=True)
-    #: The revision of the alias that its model was, and which of its targets answered.
+    #: The revision of the alias in `model`, and its target that answered.
     alias_revision_id = models.UUIDField(null=True)
     alias_target = models.CharField(max_length=16, blank=True, default="", db_default="")
     worker_id = models.CharField(max_length=100)
     stream = models.BooleanField(default=False)
     finish_reason = models.CharField(max_length=32)
     error_code = models.CharField(max_length=64, blank=True)
-    #: The address it was sent to.
+    #: The address to which it was sent.
     endpoint = models.CharField(max_length=64, blank=True, default="")
     is_batch = models.BooleanField(default=False)
     #: Digests of the adapters that answered.
@@ -33,7 +33,7 @@ class InferenceRequest(TenantModel):
     weights = models.JSONField(null=True)
     #: Its sampling parameters, without stop strings and biases, which are content.
     sampling = models.JSONField(null=True)
-    #: How often workers started it.
+    #: Number of times that workers started it.
     attempts = models.PositiveIntegerField(null=True)
     prompt_tokens = models.PositiveIntegerField(default=0)
     cached_tokens = models.PositiveIntegerField(default=0)
@@ -43,10 +43,10 @@ class InferenceRequest(TenantModel):
     load_ms = models.FloatField(default=0)
     first_token_ms = models.FloatField(null=True)
     total_ms = models.FloatField(default=0)
-    #: Where the slowest of its adapters was found: gpu, host, disk or store; "": it had none.
+    #: The place of its slowest adapter: gpu, host, disk or store; "": it had none.
     tier = models.CharField(max_length=8, blank=True, default="", db_default="")
 
-    #: Drafted tokens: the right ones by source, and "rejected"; null: there were none.
+    #: Drafted tokens: accepted ones by source, and "rejected"; null: there were none.
     drafts = models.JSONField(null=True)
 
     class Meta:

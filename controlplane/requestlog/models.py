@@ -11,10 +11,10 @@ from controlplane.tenancy.scoping import TenantModel
 
 
 class LogPolicy(TenantModel):
-    """What a tenant wants stored, and for how long; without a policy no content is stored."""
+    """A tenant's policy for the log, with time limits; without one no content is stored."""
 
     class Content(models.TextChoices):
-        """Which prompts and answers are stored: none, those of requests with `store`, or all."""
+        """The stored prompts and answers: none, those of requests with `store`, or all."""
 
         OFF = "off"
         ON_REQUEST = "on_request"
@@ -50,7 +50,7 @@ class RequestContent(TenantModel):
 
 
 class RefusalHour(TenantModel):
-    """How many requests of one hour (UTC) were refused at admission, and why."""
+    """Numbers of requests refused at admission in one hour (UTC), by reason."""
 
     starts_at = models.DateTimeField()
     endpoint = models.CharField(max_length=64)
@@ -71,11 +71,11 @@ class RefusalHour(TenantModel):
 
 
 class CapturePolicy(TenantModel):
-    """Which requests a tenant keeps to train on, see `requestlog.capture`; without it none."""
+    """A tenant's policy for capture, see `requestlog.capture`; without one nothing is captured."""
 
-    #: Of all requests: 0 to 1.
+    #: Share of all requests: 0 to 1.
     share = models.FloatField(default=0)
-    #: By the model's name, in place of `share`.
+    #: Shares by the model's name, in place of `share`.
     shares = models.JSONField(default=dict)
     days = models.PositiveSmallIntegerField(default=30)
     max_rows = models.PositiveIntegerField(default=10_000)
@@ -102,19 +102,19 @@ class CapturedRequest(TenantModel):
     MODEL_FIELD = "model"
 
     request_id = models.CharField(max_length=64, unique=True)
-    #: As the request named it.
+    #: The model as the request named it.
     model = models.CharField(max_length=200)
     sealed = models.BinaryField()
-    #: What the model should have answered, encrypted; empty: nobody said.
+    #: The corrected answer, encrypted; empty: there is none.
     sealed_answer = models.BinaryField(default=bytes)
-    #: Of both.
+    #: Length of both.
     num_bytes = models.PositiveIntegerField()
     rating = models.CharField(max_length=8, choices=Rating, blank=True, default="")
     #: The ids of the datasets that were made of it or have its row behind theirs.
     datasets = models.JSONField(
         default=list, blank=True, db_default=models.Value([], models.JSONField())
     )
-    #: Whether there is feedback: such rows make room last.
+    #: True if there is feedback: such rows are deleted last.
     is_rated = models.BooleanField(default=False)
 
     class Meta:
@@ -128,7 +128,7 @@ class CapturedRequest(TenantModel):
 
 
 class Feedback(TenantModel):
-    """What somebody thought of a request's answer; a later one replaces it."""
+    """A rating or correction of a request's answer; a later one replaces it."""
 
     MODEL_FIELD = "model"
 

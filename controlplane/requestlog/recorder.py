@@ -4,9 +4,9 @@ No request waits for this. Prompts and answers are collected in memory while the
 thread writes them moments after its end: a gateway that is killed loses the content of its last
 moments. The request's log line comes from the worker's record and is never lost.
 
-What a tenant wants is read with each write, so that its choice holds at once in all processes:
-until then every request's content is in memory. While PostgreSQL is away, or much waits, only that
-of tenants who wanted it lately stays there, up to `MAX_QUEUED_CHARS`; more is not stored.
+The policy is read with each write, so that it holds at once in all processes: until then every
+request's content is in memory. While PostgreSQL is away, or much waits, only content of tenants
+whose policy wanted it lately stays there, up to `MAX_QUEUED_CHARS`; more is not stored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from controlplane.requestlog.services import Words, content_choices, contents_ke
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-#: Of one request's prompt, and of its answers together; the rest is cut off.
+#: Largest length of a request's prompt, and of its answers; the rest is cut off.
 MAX_CHARS = 256 * 1024
 MAX_QUEUED_CHARS = 64 * 1024 * 1024
 BATCH = 200
 WRITE_INTERVAL_S = 0.25
-#: How old the choices are at most that decide what waits while PostgreSQL is away.
+#: Largest age of the policies that decide what waits while PostgreSQL is away.
 CHOICES_INTERVAL_S = 5.0
 REFUSALS_INTERVAL_S = 5.0
 RETRY_S = 2.0
@@ -73,7 +73,7 @@ class Transcript:
         self._outputs.setdefault(event.index, []).append(text)
 
     def end(self, finish_reason: str) -> None:
-        """Pass it to the recorder, which stores it."""
+        """Pass the content to the recorder, which stores it."""
         prompt, is_cut = _prompt(self._job)
         words = Words(
             tenant_id=uuid.UUID(self._job.tenant_id),
@@ -97,7 +97,7 @@ def _is_row(job: GenerateJob) -> bool:
 
 
 def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
-    """Return the prompt to store, and whether a part of it was cut off."""
+    """Return the prompt to store, and whether a part was cut off."""
     if job.token_ids is not None:
         return {"token_ids": list(job.token_ids[:MAX_CHARS])}, len(job.token_ids) > MAX_CHARS
     if job.prompts:
@@ -111,7 +111,7 @@ def _prompt(job: GenerateJob) -> tuple[dict[str, object], bool]:
 def _newest(
     name: str, parts: list[Any], size: Callable[[Any], int]
 ) -> tuple[dict[str, object], bool]:
-    """Return the last parts, as many as there is room for, and whether others were cut off."""
+    """Return the last parts that fit into the limit, and whether others were cut off."""
     room = MAX_CHARS
     for index in range(len(parts) - 1, -1, -1):
         room -= size(parts[index])
@@ -121,13 +121,13 @@ def _newest(
 
 
 class Recorder:
-    """Collects and writes content and refusals; run `run` in the event loop of the requests."""
+    """The writer of content and refusals; run `run` in the event loop of the requests."""
 
     def __init__(self) -> None:
         self._queue: collections.deque[Words] = collections.deque()
         self._num_chars = 0
         self._refusals: collections.Counter[RefusalKey] = collections.Counter()
-        #: Those of `CHOICES_INTERVAL_S` ago at most; None until they are known.
+        #: Policies, at most `CHOICES_INTERVAL_S` old; None until they are known.
         self._choices: dict[uuid.UUID, str] | None = None
         self._rules: dict[uuid.UUID, CaptureRule] = {}
         self._choices_due = self._refusals_due = 0.0
@@ -135,7 +135,7 @@ class Recorder:
         self._news = asyncio.Event()
 
     def open(self, job: GenerateJob) -> Transcript:
-        """Return a transcript for a request's content; whether it is stored its end decides."""
+        """Return a transcript for a request's content; its end decides whether it is stored."""
         return Transcript(self, job)
 
     def put(self, words: Words) -> None:
@@ -151,7 +151,7 @@ class Recorder:
         self._news.set()
 
     def _wanted_lately(self, words: Words) -> bool:
-        """Return whether its tenant wanted it stored or captured when that was last read."""
+        """Return whether the tenant's last known policies store or capture it."""
         if self._choices is None:
             return True
         choice, rule = self._choices.get(words.tenant_id), self._rules.get(words.tenant_id)
@@ -166,7 +166,7 @@ class Recorder:
         self._refusals[RefusalKey(tenant_id, hour, endpoint[:64], status, code[:64])] += 1
 
     async def run(self) -> None:
-        """Write what is collected, until cancelled."""
+        """Write the collected content, until cancelled."""
         while True:
             if await self._write():
                 await self._wait()
@@ -194,9 +194,9 @@ class Recorder:
             log.warning("the content of %d requests is lost", len(self._queue))
 
     async def _write(self) -> bool:
-        """Write all that is due; a failure of one kind does not stop the others. -> no failure.
+        """Write all that is due; a failure of one kind stops no other. -> True without failure.
 
-        What could not be written stays queued.
+        Content that could not be written stays queued.
         """
         writes = (self._read_choices, self._write_refusals, self._write_words)
         return all([await _succeeds(write) for write in writes])
@@ -235,7 +235,7 @@ class Recorder:
 
 
 async def _succeeds(write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Run it, and log its failure. -> whether it succeeded."""
+    """Run a write, and log its failure. -> whether it succeeded."""
     try:
         await write()
     except DatabaseError as error:
@@ -258,7 +258,7 @@ async def _in_thread(query: Callable[[], _T]) -> _T:
 
 
 def _keep(batch: list[Words]) -> None:
-    """Store a batch; content that cannot be stored, as of a deleted tenant, is dropped alone."""
+    """Store a batch; drop only content that cannot be stored, as of a deleted tenant."""
     try:
         contents_keep(batch)
         captures_keep(batch)

@@ -35,7 +35,7 @@ PIECE = 5000
 
 
 def requests_forget(*, now: dt.datetime) -> dict[str, int]:
-    """Delete every tenant's log lines and content that are too old, or too much.
+    """Delete every tenant's log lines and content above its limits of age and size.
 
     -> rows deleted, by kind
     """
@@ -77,7 +77,7 @@ def _forget_captured(policy: CapturePolicy, now: dt.datetime, counts: dict[str, 
 def _forget_words(policy: LogPolicy, now: dt.datetime, counts: dict[str, int]) -> None:
     contents = RequestContent.objects.order_by("created_at")
     if policy.content != LogPolicy.Content.OFF and policy.key_made_at is not None:
-        # Content that an earlier key encrypted cannot be read any more.
+        # Content encrypted with an earlier key is unreadable.
         oldest = max(now - dt.timedelta(days=policy.content_days), policy.key_made_at)
         contents = contents.filter(created_at__lt=oldest)
     counts["contents"] += _delete(contents)

@@ -35,7 +35,7 @@ def renewed_key(wrapped_key: bytes) -> bytes:
 
 
 def is_current(wrapped_key: bytes) -> bool:
-    """Whether the key is encrypted under the current pepper."""
+    """Return whether the key is encrypted under the current pepper."""
     return is_under_current_pepper(_PURPOSE, wrapped_key)
 
 

@@ -1,4 +1,4 @@
-"""Each tenant's choice of what the log stores, and the content of requests."""
+"""Each tenant's policy for the log, and the content of requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Words:
 
 
 def wants(content: str, store: bool | None) -> bool:
-    """Return whether to store content: the tenant's choice, and the request's own `store`."""
+    """Return whether to store content by the tenant's policy and the request's own `store`."""
     if content == Content.ALL:
         return store is not False
     return content == Content.ON_REQUEST and store is True
@@ -97,14 +97,14 @@ def _check_days(name: str, days: int, most: int) -> None:
 
 
 def content_choices() -> dict[uuid.UUID, str]:
-    """Return the choices of all tenants that store content."""
+    """Return the policies of all tenants that store content."""
     with all_tenants(reason="a gateway serves all tenants"):
         kept = LogPolicy.objects.exclude(content=Content.OFF)
         return dict(kept.values_list("tenant_id", "content"))
 
 
 def contents_keep(found: Sequence[Words]) -> int:
-    """Store the content of requests whose tenants want that now. -> how many.
+    """Store the content of requests whose tenants want that now. -> their number.
 
     Content that is already stored stays. Raises django.db.Error.
     """
@@ -187,7 +187,7 @@ def _find_content(request_id: str) -> RequestContent:
 
 
 def _is_allowed(request_id: str) -> bool:
-    """Return whether the caller may name a request's model; its log line says which that is."""
+    """Return whether the caller may name a request's model, which its log line has."""
     lines = InferenceRequest.objects.allowed()
     return current_bounds() is None or lines.filter(request_id=request_id).exists()
 

@@ -1,1 +1,1 @@
-"""What every face that serves rows by Django REST framework shares: views, pages, fields."""
+"""Base of all APIs that serve rows by Django REST framework: views, pages, fields."""

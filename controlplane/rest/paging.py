@@ -27,9 +27,9 @@ class Paging:
 
     default_limit: int = 20
     max_limit: int = 100
-    #: Of the ids that `after` takes; None: they are plain UUIDs.
+    #: Prefix of the ids that `after` takes; None: they are plain UUIDs.
     id_prefix: str | None = None
-    #: Whether the client may ask for the oldest items first.
+    #: True if the client may ask for the oldest items first.
     has_order: bool = False
 
     def parameters(self) -> list[OpenApiParameter]:
@@ -39,8 +39,8 @@ class Paging:
         order = {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
         found = [
             OpenApiParameter("after", str, description="The `last_id` of the page before."),
-            OpenApiParameter("limit", limit, description="Items of a page."),
-            OpenApiParameter("order", order, description="By the time of their creation."),
+            OpenApiParameter("limit", limit, description="Number of items on a page."),
+            OpenApiParameter("order", order, description="The order by creation time."),
         ]
         return found if self.has_order else found[:2]
 
@@ -49,7 +49,9 @@ class Paging:
         text = request.query_params.get("limit", str(self.default_limit))
         is_number = text.isascii() and text.isdigit() and len(text) <= 6
         if not (is_number and 1 <= int(text) <= self.max_limit):
-            raise InvalidRequest(f"limit is a number from 1 to {self.max_limit}.", param="limit")
+            raise InvalidRequest(
+                f"limit must be a number from 1 to {self.max_limit}.", param="limit"
+            )
         return int(text)
 
 
@@ -74,12 +76,12 @@ def page(
     limit = paging.limit(request)
     order = request.query_params.get("order", "desc") if paging.has_order else "desc"
     if order not in ("asc", "desc"):
-        raise InvalidRequest("order is asc or desc.", param="order")
+        raise InvalidRequest("order must be asc or desc.", param="order")
     after = request.query_params.get("after")
     if after is not None:
         pk = parse_id(paging.id_prefix, after) if paging.id_prefix else _uuid(after)
         if pk is None:
-            raise InvalidRequest("after is the id of an item.", param="after")
+            raise InvalidRequest("after must be the id of an item.", param="after")
         rows = rows.filter(pk__gt=pk) if order == "asc" else rows.filter(pk__lt=pk)
     found = list(rows.order_by("pk" if order == "asc" else "-pk")[: limit + 1])
     data = list(serializer(found[:limit], many=True).data)
@@ -89,7 +91,7 @@ def page(
 def page_of_items(
     request: Request, items: Sequence[Any], serializer: type[_Serializer], *, cursor: str
 ) -> Response:
-    """Answer with one page of things that are no rows, in their order.
+    """Answer with one page of items that are not rows, in their order.
 
     cursor  the serializer's field that names each
     """
@@ -99,7 +101,7 @@ def page_of_items(
     if after is not None:
         places = [place for place, row in enumerate(data) if row[cursor] == after]
         if not places:
-            raise InvalidRequest("after is the id of an item.", param="after")
+            raise InvalidRequest("after must be the id of an item.", param="after")
         data = data[places[0] + 1 :]
     return _list(data[:limit], cursor, has_more=len(data) > limit)
 

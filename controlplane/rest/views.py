@@ -24,7 +24,7 @@ class RowAPIView(APIView):
     `_scope` holds the context managers around the answer; it is left once the answer is rendered.
     """
 
-    #: The methods for which an Idempotency-Key counts.
+    #: Methods that take an Idempotency-Key.
     kept_methods: ClassVar[tuple[str, ...]] = ("POST",)
     _scope: contextlib.ExitStack
     _attempt: idempotency.Attempt | None = None
@@ -44,7 +44,7 @@ class RowAPIView(APIView):
         return super().handle_exception(exc)
 
     def begin_attempt(self, request: Request, caller: str, kept_in: type[KeptAnswer]) -> None:
-        """Begin a write. Call this once the caller is known to be allowed to do it.
+        """Begin a write. Call this after the permission check.
 
         Raises Replay when the same caller sent the same write before.
         """
@@ -56,10 +56,10 @@ class RowAPIView(APIView):
 
     @functools.cached_property
     def sent(self) -> bytes:
-        """The bytes of the body. Raises PayloadTooLarge."""
+        """Return the bytes of the body. Raises PayloadTooLarge."""
         try:
             return self.request._request.body
         except RequestDataTooBig as error:
             raise PayloadTooLarge(
-                f"The body is too large for a request with {idempotency.HEADER}."
+                f"The body is too large for {idempotency.HEADER}: leave the header out."
             ) from error

@@ -1,4 +1,4 @@
-"""Plan how an answer is made to obey a JSON schema, keyword by keyword.
+"""Plan the enforcement of a JSON schema in an answer, keyword by keyword.
 
 `plan` bounds a schema, rewrites it for the decoder, and reports for every keyword whether it is
 enforced while tokens are chosen, checked when the answer is finished, or unsupported. Pure

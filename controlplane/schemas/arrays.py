@@ -11,7 +11,7 @@ from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 
-#: The most arrays of different values that are listed as an enum.
+#: Largest number of arrays of different values that are listed as an enum.
 MAX_SPELLED_OUT = 400
 
 

@@ -13,12 +13,12 @@ _BOUNDS = (
     ("minimum", "maximum"), ("minLength", "maxLength"), ("minItems", "maxItems"),
     ("minProperties", "maxProperties"),
 )  # fmt: skip
-#: The type that each pair of bounds applies to.
+#: Bounds -> the type to which they apply.
 _BOUND_TYPES = ("number", "string", "array", "object")
 
 
 class Disjointness:
-    """Compares the schemas of one walk."""
+    """A comparison of the schemas of one walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -41,7 +41,7 @@ class Disjointness:
 
     @staticmethod
     def _with(of_all: dict[str, Any], branch: Any) -> Any:
-        """Return a branch completed with the common keywords that it does not have."""
+        """Return a branch, completed with the common keywords that it lacks."""
         if not isinstance(branch, dict):
             return branch
         merged = of_all | branch

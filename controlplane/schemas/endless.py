@@ -7,7 +7,7 @@ from typing import Any
 from controlplane.schemas.findings import BadSchema
 from controlplane.schemas.pointers import References
 
-#: How far `requires_itself` searches; a schema that needs more counts as finite.
+#: Number of steps of `requires_itself`; a schema that needs more counts as finite.
 MAX_HOPS, MAX_VISITS = 100, 10_000
 
 
@@ -17,8 +17,7 @@ def requires_itself(schema: dict[str, Any]) -> bool:
 
 
 class _Endless:
-    """Follows what every instance must contain; a reference to a schema that is being followed is
-    endless."""
+    """A walk over the required parts of instances; a reference to its own path is endless."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._references = References(schema)

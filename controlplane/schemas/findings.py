@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Status(enum.StrEnum):
-    """How one keyword is treated."""
+    """The treatment of one keyword."""
 
     ENFORCED = "enforced"  # tokens that would violate it are never chosen
     CHECKED = "checked"  # the finished answer is checked against it, and may fail

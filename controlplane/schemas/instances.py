@@ -1,4 +1,4 @@
-"""What the decoder's schemas of one object say of its names, taken together.
+"""The schemas of the decoder that apply to one object, and their rules for its names.
 
 The decoder merges the schemas that apply to the same value: those of `allOf`, `anyOf` and `$ref`.
 """
@@ -16,7 +16,7 @@ _ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties", "requ
 
 
 class Instances:
-    """Groups the parts of a decoder's schema by the values that they apply to."""
+    """The parts of a decoder's schema, grouped by the values to which they apply."""
 
     def __init__(self, decoding: Schema) -> None:
         self._definitions = decoding.get("$defs", {})
@@ -43,7 +43,7 @@ class Instances:
             self._collect(self._definitions[schema["$ref"].rpartition("/")[2]], group)
 
     def have_overlapping_patterns(self) -> bool:
-        """Whether a name may match patterns of two schemas of one object."""
+        """Return whether a name may match patterns of two schemas of one object."""
         patterns = NamePatterns()
         return any(
             patterns.overlapping(list(dict.fromkeys(_patterns(group)))) is not None

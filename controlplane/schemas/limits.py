@@ -14,10 +14,10 @@ from controlplane.schemas.pointers import References, join
 from controlplane.schemas.subschemas import children
 
 MAX_BYTES = 64 * 1024
-#: Levels of schemas inside schemas, and of JSON inside JSON, as in a `const` or a `default`.
+#: Most levels of schemas inside schemas, and of JSON inside JSON, as in a `const`.
 MAX_DEPTH, MAX_JSON_DEPTH = 16, 64
 MAX_PROPERTIES = 500
-#: Of all kinds together: each takes a tenth of a millisecond of the schema's own check.
+#: Most schemas of all kinds: each takes 0.1 ms of the schema's own check.
 MAX_SCHEMAS = 2000
 MAX_ENUM_VALUES = 1000
 
@@ -33,7 +33,7 @@ def check(schema: dict[str, Any]) -> None:
     """Raise BadSchema, with the problem and its place, unless the schema can be used."""
     _check_parts(schema)
     try:
-        # Without its formats: Python would read the patterns, which `plan` does as ECMA-262's, and
+        # Without formats: Python would read the patterns, which `plan` reads as ECMA-262's, and
         # keep them for all tenants.
         Draft202012Validator.check_schema(schema, format_checker=FormatChecker(formats=()))
     except SchemaError as error:
@@ -41,7 +41,7 @@ def check(schema: dict[str, Any]) -> None:
             f"is no valid JSON Schema: {error.message[:300]}", join("", *error.absolute_path)
         ) from error
     if requires_itself(schema):
-        raise BadSchema("requires itself without end, so no answer can ever satisfy it")
+        raise BadSchema("requires itself without end, so no answer can satisfy it")
 
 
 def _check_json_depth(schema: dict[str, Any]) -> None:

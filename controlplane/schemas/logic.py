@@ -37,7 +37,7 @@ def any_of(walk: Walk, node: Node, value: list[Any]) -> None:
 
 
 def one_of(walk: Walk, node: Node, value: list[Any]) -> None:
-    """Treat it as a choice, if no value can match two of the schemas."""
+    """Treat `oneOf` as a choice, if no value can match two of the schemas."""
     overlap = Disjointness(walk).overlap(value, node.known)
     if overlap is not None and (ways := _one_property_of(node, value)) is not None:
         walk.absorb(node, "oneOf", "as a choice of the one property")

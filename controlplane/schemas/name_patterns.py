@@ -1,4 +1,4 @@
-"""Decide what patterns of property names leave to each other and to listed names."""
+"""Decide whether patterns of property names overlap, and which listed names they use up."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence, Set
 from contract.ecma_regex import Characters, Choice, Node, Repeat
 from contract.patterns import texts_of, whole_nodes
 
-#: Work for one schema: a place in two patterns costs 100, a comparison of two classes their ranges.
+#: Work for one schema: two places cost 100, a comparison of two classes their ranges.
 MAX_WORK = 200_000
-#: Patterns of one schema that are looked at, and names that one of them may have to be listed.
+#: Most patterns of a schema that are read, and most names of one that is listed.
 MAX_PATTERNS, MAX_NAMES = 64, 128
 
-#: What is still to match.
+#: The rest of a pattern that is still to match.
 _Rest = tuple[Node, ...]
 _Ranges = tuple[tuple[int, int], ...]
 
 
 class NamePatterns:
-    """Compares the patterns of one schema, in bounded time.
+    """A comparison of the patterns of one schema, in bounded time.
 
     listed  the names of all properties that the schema lists
     """
@@ -31,7 +31,7 @@ class NamePatterns:
         self._names: dict[str, list[str] | None] = {}
 
     def lists(self, names: Iterable[str]) -> bool:
-        """Whether the schema lists all these names as properties."""
+        """Return whether the schema lists all these names as properties."""
         return self._listed >= set(names)
 
     def used_up(self, pattern: str) -> list[str] | None:
@@ -43,7 +43,7 @@ class NamePatterns:
         return self._names[pattern]
 
     def are_too_many(self, patterns: Sequence[str]) -> bool:
-        """Whether these and those that were looked at before are too many to look at."""
+        """Count these patterns; return whether they are too many with the earlier ones."""
         return len(self._names.keys() | set(patterns)) > MAX_PATTERNS
 
     def overlapping(self, patterns: Sequence[str]) -> tuple[str, str] | None:
@@ -75,7 +75,7 @@ class NamePatterns:
 
 
 def _steps(start: _Rest) -> tuple[list[tuple[_Ranges, _Rest]], bool]:
-    """Return the characters that may follow, with what is then to match, and whether none need."""
+    """Return the characters that may follow, each with its rest, and whether the end may follow."""
     found: list[tuple[_Ranges, _Rest]] = []
     todo, seen, may_end = [start], {start}, False
     while todo:
@@ -101,7 +101,7 @@ def _steps(start: _Rest) -> tuple[list[tuple[_Ranges, _Rest]], bool]:
 
 
 def _meet(one: _Ranges, other: _Ranges) -> bool:
-    """Whether two sorted lists of ranges have a code point in common."""
+    """Return whether two sorted lists of ranges have a code point in common."""
     mine, its = iter(one), iter(other)
     a, b = next(mine, None), next(its, None)
     while a is not None and b is not None:

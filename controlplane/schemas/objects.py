@@ -14,7 +14,7 @@ from controlplane.schemas.pointers import join
 from controlplane.schemas.subschemas import IN_PLACE
 from controlplane.schemas.walker import Handler, Node, Walk
 
-#: The most combinations of present properties that are listed as choices.
+#: Largest number of combinations of present properties that are listed as choices.
 MAX_CHOICES = 32
 
 
@@ -53,7 +53,7 @@ def pattern_properties(walk: Walk, node: Node, value: dict[str, Any]) -> None:
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return schemas by name that require what both do."""
+    """Return schemas by name that require both mappings' schemas."""
     return one | {
         name: {"allOf": [one[name], part]} if name in one and one[name] != part else part
         for name, part in other.items()
@@ -61,9 +61,9 @@ def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hindrance(walk: Walk, patterns: dict[str, Any], at: str) -> tuple[str, Status]:
-    """Return why the decoder cannot follow patterns of names, and what is done with them then.
+    """Return why the decoder cannot follow patterns of names, and how they are treated then.
 
-    Raises BadSchema for what is no pattern.
+    Raises BadSchema for an invalid pattern.
     """
     try:
         wholes = [read_pattern(pattern).whole for pattern in patterns]
@@ -93,7 +93,7 @@ def additional_properties(walk: Walk, node: Node, value: Any) -> None:
 
 
 def _are_followed(walk: Walk, node: Node) -> bool:
-    """Whether the decoder follows the patterns of a node's property names, if it has some."""
+    """Return whether the decoder follows the patterns of a node's property names."""
     at = join(node.at, "patternProperties")
     patterns = node.schema.get("patternProperties", {})
     return _hindrance(walk, patterns, at)[1] is Status.ENFORCED
@@ -155,7 +155,7 @@ def max_properties(walk: Walk, node: Node, value: float) -> None:
 
 
 def _keep_max(walk: Walk, node: Node, most: int) -> None:
-    """Keep it if all of `properties` are required: only then the decoder counts."""
+    """Keep `maxProperties` if all of `properties` are required: only then the decoder counts."""
     names = node.known.get("properties", {}).keys()
     is_alone = not IN_PLACE & node.known.keys() and node.known.keys() == node.schema.keys()
     is_alone = is_alone and not {"patternProperties", "propertyNames"} & node.known.keys()
@@ -199,7 +199,7 @@ def dependent_schemas(walk: Walk, node: Node, value: dict[str, Any]) -> None:
 
 
 def property_names(walk: Walk, node: Node, value: Any) -> None:
-    """Turn it into patterns of names, if no other keyword applies to unlisted names."""
+    """Turn `propertyNames` into patterns, if no other keyword applies to unlisted names."""
     keyword = "propertyNames"
     allowed = _allowed_names(walk, walk.resolve(value)) if walk.follows_patterns else None
     if value is True or value == {}:

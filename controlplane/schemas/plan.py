@@ -17,10 +17,10 @@ from controlplane.tenancy.scope import current
 
 HANDLERS = {**values.HANDLERS, **arrays.HANDLERS, **objects.HANDLERS, **logic.HANDLERS}
 _NUM_KEPT = 256
-#: Of the decoder's schema: a property of characters may have thousands.
+#: Largest length of the decoder's schema: one class of characters may take thousands.
 MAX_REWRITTEN_CHARS = 512 * 1024
 
-#: Of a schema that cannot be used: the problem, and its place.
+#: Problem of a schema that cannot be used, and its place.
 _Refusal = tuple[str, str]
 
 
@@ -42,14 +42,14 @@ class Plan:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether every finished answer obeys the schema."""
+        """Return whether every finished answer obeys the schema."""
         return not self.with_status(Status.CHECKED, Status.UNSUPPORTED)
 
 
 def plan(schema: dict[str, Any]) -> Plan:
     """Return the plan of a schema. Raises BadSchema for one that cannot be used.
 
-    It is kept for the tenant in scope, and not without one.
+    It is cached for the tenant in scope, if there is one.
     """
     limits.check_size(schema)
     text, scope = _text(schema), current.get()

@@ -12,10 +12,10 @@ from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.walker import Handler, Node, Walk, annotation
 
-#: The decoder's automaton has as many states as the step has units of its last digit.
+#: Largest step in units of its last digit: the number of states of the decoder's automaton.
 MAX_STEP = 2_000
 MIN_BOUND, MAX_BOUND = 1e-12, 1e17
-#: Longer strings and arrays are cut by the model's context first.
+#: Largest length or count: the model's context ends longer strings and arrays first.
 MAX_COUNT = 1_000_000
 
 
@@ -81,7 +81,7 @@ def _exponent(value: Decimal) -> int:
 
 
 def _as_the_decoder_reads(value: float) -> Decimal:
-    """Return the number that the decoder makes of a step: it shifts the point in binary."""
+    """Return the decoder's value of a step, whose point it shifts in binary."""
     places = 0
     while not value.is_integer():
         value, places = value * 10.0, places + 1

@@ -16,7 +16,7 @@ from controlplane.schemas.name_patterns import NamePatterns
 from controlplane.schemas.pointers import References, join
 from controlplane.schemas.subschemas import LISTS, OBJECTS, ONE, property_names
 
-#: Rewrites into alternatives; the decoder multiplies those of one object.
+#: Most rewrites into alternatives; the decoder multiplies those of one object.
 MAX_SPLITS = 6
 
 
@@ -36,7 +36,7 @@ class Node:
 
     @property
     def types(self) -> list[str] | None:
-        """The types that the schema itself allows; None: any."""
+        """Return the types that the schema itself allows; None: any."""
         types = self.known.get("type")
         return [types] if isinstance(types, str) else types
 
@@ -57,7 +57,7 @@ class Node:
 
 
 def _depend(some: Set[str], others: Set[str]) -> bool:
-    """Whether the keywords of two schemas would mean something else in one schema."""
+    """Return whether the keywords of two schemas would mean something else in one schema."""
     return bool(
         some & others
         or ("additionalProperties" in some and _NAMES & others)
@@ -72,7 +72,7 @@ Handler = Callable[["Walk", Node, Any], None]
 
 
 class Walk:
-    """Reads one schema. `findings` is complete when `run` has returned.
+    """A walk over one schema. `findings` is complete when `run` has returned.
 
     name_patterns     compares the patterns of property names
     follows_patterns  whether the decoder gets them
@@ -123,7 +123,7 @@ class Walk:
         return node.whole()
 
     def note(self, node: Node, keyword: str, status: Status, reason: str = "") -> None:
-        """Record a keyword's status. Inside a part that is only checked, all are."""
+        """Record a keyword's status. Inside a part that is only checked, all keywords are."""
         if self._instead is not None and status in (Status.ENFORCED, Status.CHECKED):
             status, reason = self._instead
         path = join(node.at, keyword)
@@ -135,19 +135,19 @@ class Walk:
         self.note(node, keyword, Status.ENFORCED)
 
     def check_later(self, node: Node, keyword: str, reason: str) -> None:
-        """Leave a keyword and all inside it to the check of the finished answer."""
+        """Leave a keyword and everything inside it to the check of the finished answer."""
         self.note(node, keyword, Status.CHECKED, reason)
         with self._inside(Status.CHECKED, f"inside `{keyword}`, which is only checked"):
             self._walk_inside(node, keyword)
 
     def absorb(self, node: Node, keyword: str, reason: str) -> None:
-        """Record that a keyword and all inside it are enforced in another form."""
+        """Record that a keyword and everything inside it are enforced in another form."""
         self.note(node, keyword, Status.ENFORCED, reason)
         with self._inside(Status.ENFORCED, f"as a part of `{keyword}`"):
             self._walk_inside(node, keyword)
 
     def may_split(self, ways: int = 2) -> bool:
-        """Return whether another choice of so many ways is allowed, and count it."""
+        """Return whether another choice with this number of ways is allowed, and count it."""
         cost = max(1, (ways - 1).bit_length())
         if cost > self._splits_left or self._instead is not None:
             return False
@@ -155,7 +155,7 @@ class Walk:
         return True
 
     def reference(self, node: Node, reference: str) -> dict[str, str]:
-        """Return the reference as in the rewritten schema, which will contain its target."""
+        """Return the reference in the rewritten schema, which will contain its target."""
         pointer = self.references.pointer(reference, join(node.at, "$ref"))
         if self._instead is not None:
             return {}

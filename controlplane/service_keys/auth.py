@@ -1,4 +1,4 @@
-"""Who an operator is: a person with a session, or a service key."""
+"""Authentication of an operator: a person with a session, or a service key."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from controlplane.tenants.auth import bearer
 from controlplane.tenants.key_rules import allows_address
 from controlplane.tenants.models import User
 
-#: Requests of one service key, counted from the start of each minute.
+#: Most requests of a service key, counted from the start of each minute.
 MAX_PER_MINUTE = 600
-#: `last_used_at` is written at most this often for each key.
+#: Least interval between writes of a key's `last_used_at`.
 _TOUCH_INTERVAL = dt.timedelta(minutes=1)
 _WRONG_KEY = "Incorrect service key provided."
 
@@ -44,7 +44,7 @@ class Operator:
 
     @property
     def label(self) -> str:
-        """The caller's name in records: `ops:<public id>` or `user:<id>`."""
+        """Return the caller's name in records: `ops:<public id>` or `user:<id>`."""
         if self.service_key is not None:
             return f"ops:{self.service_key.public_id}"
         return f"user:{self.user.pk if self.user else ''}"
@@ -56,7 +56,7 @@ class Operator:
         return not allowed_by(self.service_key.scopes).isdisjoint(scopes)
 
     def check(self, *scopes: Scope, param: str | None = None) -> None:
-        """Return if any of the scopes is the operator's. Raises PermissionDenied if none is.
+        """Check that the operator has one of the scopes. Raises PermissionDenied.
 
         scopes  none: only people may do it
         """
@@ -64,7 +64,7 @@ class Operator:
             return
         if not scopes:
             raise PermissionDenied(
-                "A service key cannot do this: an operator does it, signed in.",
+                "A service key cannot do this: sign in as an operator.",
                 code="operator_session_required",
             )
         wanted = " or ".join(dict.fromkeys(scopes))
@@ -101,9 +101,9 @@ def authenticate(header: str, address: str) -> Operator:
 
 def _check(service_key: ServiceKey, address: str) -> None:
     if service_key.revoked_at is not None:
-        raise AuthenticationFailed("This service key has been revoked.")
+        raise AuthenticationFailed("This service key has been revoked: use another one.")
     if service_key.expires_at is not None and service_key.expires_at <= timezone.now():
-        raise AuthenticationFailed("This service key has expired.")
+        raise AuthenticationFailed("This service key has expired: use another one.")
     if not allows_address(service_key.allowed_ips, address):
         raise PermissionDenied(
             "This service key may not be used from your address.", code="address_not_allowed"
@@ -122,7 +122,8 @@ def _count(service_key: ServiceKey) -> None:
         raise Unavailable("Redis does not answer.") from error
     if number > MAX_PER_MINUTE:
         raise RateLimited(
-            f"A service key may make {MAX_PER_MINUTE} requests a minute.", retry_after_s=60 - second
+            f"A service key may make {MAX_PER_MINUTE} requests a minute: wait.",
+            retry_after_s=60 - second,
         )
 
 

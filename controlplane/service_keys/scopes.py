@@ -1,4 +1,4 @@
-"""What a service key may do."""
+"""The scopes of service keys."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 class Scope(enum.StrEnum):
-    """A write also allows reading what it writes.
+    """A scope; a write scope also allows reading the same objects.
 
-    `tenants:read` allows reading everything under /ops/v1/tenants, whatever its noun, but prompts.
+    `tenants:read` allows reading everything under /ops/v1/tenants except prompts.
     """
 
     TENANTS_READ = "tenants:read"
@@ -23,7 +23,7 @@ class Scope(enum.StrEnum):
 
 
 SCOPES = tuple(scope.value for scope in Scope)
-#: What a scope allows besides itself.
+#: Scope -> the scopes that it implies.
 _IMPLIED = {
     Scope.TENANTS_WRITE: Scope.TENANTS_READ,
     Scope.POOL_WRITE: Scope.POOL_READ,

@@ -109,12 +109,12 @@ def service_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tup
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise InvalidRequest(
-            f"The grace period is 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
+            f"The grace period must be 0 to {MAX_GRACE_S} seconds.", param="grace_seconds"
         )
     service_key = _locked(public_id)
     now = timezone.now()
     if service_key.revoked_at is not None:
-        raise Conflict("This service key has been revoked.")
+        raise Conflict("This service key has been revoked: make another one.")
     if service_key.expires_at is not None and service_key.expires_at <= now:
         raise Conflict("This service key has expired. Make another one.")
     parts = keys.renewed(public_id, keys.OPERATORS)
@@ -126,8 +126,12 @@ def service_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tup
     service_key.last4 = parts.text()[-4:]
     service_key.save(
         update_fields=[
-            *("old_secret_hmac", "old_secret_until", "old_pepper_id"),
-            *("secret_hmac", "pepper_id", "last4"),
+            "old_secret_hmac",
+            "old_secret_until",
+            "old_pepper_id",
+            "secret_hmac",
+            "pepper_id",
+            "last4",
         ]
     )
     record("rotated", service_key, after={"grace_s": grace_s})
@@ -136,7 +140,7 @@ def service_key_rotate(*, public_id: str, grace_s: int = DEFAULT_GRACE_S) -> tup
 
 @transaction.atomic
 def service_key_revoke(*, public_id: str) -> ServiceKey:
-    """End a key and both its secrets for ever. Doing it again changes nothing. Raises NotFound."""
+    """Revoke a key and both its secrets. Doing it again changes nothing. Raises NotFound."""
     service_key = _locked(public_id)
     if service_key.revoked_at is None:
         service_key.revoked_at = timezone.now()
@@ -157,12 +161,11 @@ def _checked_scopes(scopes: Iterable[str]) -> list[str]:
     if unknown := sorted(wanted - set(Scope)):
         raise InvalidRequest(f"There is no scope {unknown[0][:100]}.", param="scopes")
     if not wanted:
-        raise InvalidRequest("A key needs at least one scope.", param="scopes")
+        raise InvalidRequest("Name at least one scope.", param="scopes")
     return [scope.value for scope in Scope if scope in wanted]
 
 
 def _audit_fields(service_key: ServiceKey) -> dict[str, Any]:
-    """Return the fields of a key that the audit trail records."""
     return {
         "public_id": service_key.public_id,
         "name": service_key.name,

@@ -1,4 +1,4 @@
-"""Pages and APIs that need PostgreSQL, while it is away."""
+"""Answers of pages and APIs that need PostgreSQL while it is away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class DatabaseAwayMiddleware(Middleware):
-    """Bounds a request's waits for PostgreSQL; answers 503 with Retry-After when it is away."""
+    """Middleware that bounds waits for PostgreSQL, and answers 503 with Retry-After."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         return patience(QUERY_WAIT_S)

@@ -1,16 +1,16 @@
-"""Epochs: they tell a gateway that cannot ask PostgreSQL whether what it knows still holds.
+"""Epochs show a gateway without PostgreSQL whether its cached rows are still valid.
 
 Redis has one counter, the clock, for the platform. Each committed write to a watched table (keys,
 roles, models, limits) advances it and notes the new time as the one at which its tenant moved, or
-all tenants. A gateway reads the clock twice a second, and stamps what it reads from PostgreSQL
-with the time that it knew before. What has a stamp holds if neither its tenant nor all have moved
-since. So reading and stamping cost a request nothing; only while PostgreSQL is away Redis is asked.
+all tenants. A gateway reads the clock twice a second, and stamps rows that it reads from PostgreSQL
+with the time that it knew before. Stamped rows are valid if neither their tenant nor all have moved
+since. So reading and stamping cost a request nothing; Redis is asked only while PostgreSQL is away.
 
-The database backend finds the writes, so that no code can forget to tell of them. The epoch moves
+The database backend finds the writes, so that no code can forget to report them. The epoch moves
 after the commit: a reader that saw the rows before has an older stamp. If Redis does not take it, a
-thread tries again for as long as anything older may be used. If it cannot be told at all (its
-process died just then), what is known ends `settings.DATABASE_AWAY_S` after it was read, at the
-latest. After Redis has restarted, or lost its data, no older stamp holds: a move may be lost, too.
+thread tries again for as long as anything older may be used. If that fails, too (its process died
+just then), cached rows end `settings.DATABASE_AWAY_S` after they were read, at the latest. After
+Redis has restarted, or lost its data, no older stamp is valid: a move may be lost, too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from controlplane.tenancy.scope import current
 log = logging.getLogger(__name__)
 
 CLOCK_KEY = "epochs"
-#: In place of a tenant's id.
+#: Stands in place of a tenant's id.
 ALL = "*"
 READ_INTERVAL_S = 0.5
 _RETRY_S = 0.5
-#: Of one call of Redis: a write waits for it, and so does a request.
+#: Time limit of one call of Redis, for which a write or a request waits.
 _TIMEOUT_S = 1.0
 
 _MOVE = """
@@ -62,14 +62,14 @@ class Time(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """When something was read from PostgreSQL."""
+    """The time at which something was read from PostgreSQL."""
 
     at: float  # time.monotonic()
     time: Time | None  # None: nothing was known of the clock
 
     @property
     def is_recent(self) -> bool:
-        """Whether it may be used without PostgreSQL, as far as its age goes."""
+        """Return whether its age still allows its use without PostgreSQL."""
         return time.monotonic() < self.at + settings.DATABASE_AWAY_S
 
 
@@ -79,7 +79,7 @@ _reader: EpochReader | None = None
 
 
 def stamp() -> Stamp:
-    """Return the stamp for what is read from now on."""
+    """Return the stamp for rows that are read from now on."""
     return Stamp(time.monotonic(), _known)
 
 
@@ -105,14 +105,14 @@ def watch(
     """Let writes to the model's table move epochs.
 
     ignored      columns that say nothing about what anybody may do
-    is_shared    its rows belong to no tenant: each write moves all
-    has_inserts  new rows, too, take something away
+    is_shared    its rows belong to no tenant: each write moves all epochs
+    has_inserts  new rows also take rights away
     """
     _watched[model._meta.db_table] = _Watched(frozenset(ignored), is_shared, has_inserts)
 
 
 def moved_by(sql: str) -> str | None:
-    """Return whose epoch a statement moves: the id of the tenant in scope, `ALL`, or None."""
+    """Return the epoch that a statement moves: the id of the tenant in scope, `ALL`, or None."""
     write = _WRITE.match(sql)
     watched = _watched.get(write[2]) if write else None
     if write is None or watched is None:
@@ -149,13 +149,13 @@ def move(whose: str) -> None:
 
 
 def _move_now(whose: str) -> None:
-    # The time of a move stays longer than anything may be used without PostgreSQL.
+    # The time of a move outlives all cached rows that may be used without PostgreSQL.
     ttl_s = 2 * settings.MAX_DATABASE_AWAY_S
     _client()[1](keys=[CLOCK_KEY, moved_key(whose)], args=[secrets.token_hex(8), ttl_s])
 
 
 def _move_late() -> None:
-    """Move what could not be moved in time, while it matters."""
+    """Move epochs that could not be moved in time, while it matters."""
     while True:
         time.sleep(_RETRY_S)
         is_away = False
@@ -182,13 +182,13 @@ def _client() -> tuple[Any, Any]:
         protocol=2,
         socket_connect_timeout=_TIMEOUT_S,
         socket_timeout=_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 1),  # a connection that Redis has closed meanwhile
+        retry=Retry(NoBackoff(), 1),  # in case Redis has closed the connection
     )
     return client, client.register_script(_MOVE)
 
 
 class EpochReader:
-    """Reads the epochs for a gateway.
+    """A reader of the epochs for a gateway.
 
     client  of redis.asyncio
     """
@@ -216,7 +216,7 @@ class EpochReader:
         _known, _ = await self._ask()
 
     async def _ask(self, *whose: str) -> tuple[Time, list[int]]:
-        """Return the clock's time, and when these last moved (0: not lately)."""
+        """Return the clock's time, and the times of these epochs' last moves (0: not lately)."""
         pipe = self._redis.pipeline(transaction=True)
         pipe.hsetnx(CLOCK_KEY, "of", secrets.token_hex(8))
         pipe.hmget(CLOCK_KEY, "of", "now")
@@ -228,9 +228,9 @@ class EpochReader:
         return clock, [int(value or 0) for value in moved]
 
     async def hold(self, tenant_id: uuid.UUID | None, read: Stamp) -> bool:
-        """Return whether what was read then, or since, may be used without PostgreSQL.
+        """Return whether rows read at this time or later may be used without PostgreSQL.
 
-        tenant_id  whose it is; None: the platform's
+        tenant_id  the owner; None: the platform
         False in any doubt, also when Redis does not answer.
         """
         try:

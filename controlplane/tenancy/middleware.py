@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponseBase
 
 
 class Middleware:
-    """Handles sync and async requests; subclasses override `context` and `finished`."""
+    """A middleware for sync and async requests; subclasses override `context` and `finished`."""
 
     sync_capable = True
     async_capable = True

@@ -1,7 +1,7 @@
-"""A lease on a row: which process works on it, until when, and under which fencing token.
+"""A lease on a row: the process that works on it, its end, and its fencing token.
 
 The token is a counter in the row that each holder raises by one. Every later write of a holder
-names its token: a process that was given up for lost and wakes finds its writes refused.
+names its token: writes of a process that was given up for lost are refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Row = TypeVar("_Row", bound=TenantModel)
 
 
 class LeaseLost(Exception):
-    """Another process has the row, or the work on it has ended."""
+    """Raised when another process has the row, or the work on it has ended."""
 
 
 class RowLease(Generic[_Row]):
-    """The lease that a row in memory stands for. Use it in the scope of the row's tenant.
+    """A lease held through a row in memory. Use it in the scope of the row's tenant.
 
     The row has a `status`, `lease_until`, and its counter in `fence_field`.
     """
@@ -38,7 +38,7 @@ class RowLease(Generic[_Row]):
 
     @classmethod
     def take(cls, rows: QuerySet[_Row], duration: dt.timedelta, **changes: Any) -> bool:
-        """Give the one row of `rows` to a new holder; return False when there is none any more."""
+        """Give the one row of `rows` to a new holder; return False when it is gone."""
         changes[cls.fence_field] = F(cls.fence_field) + 1
         return cls.extend(rows, duration, **changes)
 
@@ -48,6 +48,6 @@ class RowLease(Generic[_Row]):
         return rows.update(lease_until=timezone.now() + duration, **changes) == 1
 
     def rows(self, *statuses: str) -> QuerySet[_Row]:
-        """Return the row, as long as the lease is this one's and it is in one of these states."""
+        """Return the row, if it still has this lease and one of these states."""
         held = {"pk": self.row_id, self.fence_field: self.fence}
         return self._kind.objects.filter(**held, status__in=statuses)

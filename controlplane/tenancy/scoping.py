@@ -67,7 +67,7 @@ _M = TypeVar("_M", bound=models.Model)
 
 
 class TenantQuerySet(models.QuerySet[_M]):
-    """Applies the rule of `TenantModel.save` to writes of many rows."""
+    """A query set that applies the rule of `TenantModel.save` to writes of many rows."""
 
     def bulk_create(self, objs: Iterable[_M], *args: Any, **kwargs: Any) -> list[_M]:
         rows = list(objs)
@@ -82,7 +82,7 @@ class TenantQuerySet(models.QuerySet[_M]):
 
 
 def _claim(row: models.Model) -> None:
-    """Give a row without a tenant the scope's; refuse a row of, or a link to, another tenant."""
+    """Give a row without a tenant the scope's; refuse rows of, and links to, another tenant."""
     assert isinstance(row, TenantModel)
     scope = current.get()
     kind = type(row).__name__
@@ -117,7 +117,7 @@ class TenantManager(models.Manager[_M]):
         return queryset.filter(tenant_id=scope)
 
     def allowed(self) -> models.QuerySet[_M]:
-        """Return those of the rows whose model the caller's key may name: see `model_scope`."""
+        """Return the rows whose model the caller's key may name: see `model_scope`."""
         field = self.model.MODEL_FIELD  # type: ignore[attr-defined]
         assert field is not None, f"{self.model.__name__} rows are of no model"
         pattern, rows = allowed_pattern(), self.get_queryset()
@@ -127,7 +127,7 @@ class TenantManager(models.Manager[_M]):
 class TenantModel(models.Model):
     """A row that belongs to one tenant."""
 
-    #: The path to the name of the model that a row is of (an adapter, an alias); None: of none.
+    #: The path from a row to the name of its model (an adapter, an alias); None: it has none.
     MODEL_FIELD: ClassVar[str | None] = None
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
@@ -145,7 +145,7 @@ class TenantModel(models.Model):
 
 
 class OperatorScopeMiddleware(Middleware):
-    """Lets the operator admin act across tenants; no other address sets a scope."""
+    """Middleware that lets the operator admin act across tenants; no other address sets a scope."""
 
     def context(self, request: HttpRequest) -> contextlib.AbstractContextManager[None]:
         if request.path.startswith("/admin/"):

@@ -37,7 +37,7 @@ _Record = TypeVar("_Record", bound=KeptAnswer)
 
 
 class Replay(Exception):
-    """Raised when the request was answered before: with this status, and these bytes of JSON."""
+    """Raised for a request that was answered before, with its status and bytes of JSON."""
 
     def __init__(self, status: int, content: bytes) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Replay(Exception):
 
     @property
     def response(self) -> Response:
-        """The stored answer, as a response of Django REST framework."""
+        """Return the stored answer as a response of Django REST framework."""
         return _Rendered(self.content, self.status)
 
 
@@ -73,7 +73,7 @@ def begin(
     """Begin an idempotent write, in the transaction of the change and in the scope of its rows.
 
     route    the request's method and address
-    caller   who asks, as in `Principal.label`
+    caller   the caller, as in `Principal.label`
     kept_in  the table of such callers' records
 
     Raises Replay for a request that was answered before, InvalidRequest for an invalid key and for
@@ -93,7 +93,7 @@ def begin(
     rows: Any = kept_in.objects  # type: ignore[attr-defined]
     rows.filter(**name, expires_at__lte=now).delete()
     record = kept_in(id=new_id(), **name, body_sha256=body_sha256, expires_at=now + LIFETIME)
-    # Waits for whoever is inserting the same key.
+    # Waits for another transaction that inserts the same key.
     rows.bulk_create([record], ignore_conflicts=True)
     kept = rows.get(**name)
     cipher = _cipher(key)
@@ -101,7 +101,7 @@ def begin(
         return Attempt(rows.filter(pk=record.pk), cipher)
     if kept.body_sha256 != body_sha256:
         raise InvalidRequest(
-            f"This {HEADER} was used with another body.",
+            f"This {HEADER} was used with another body: choose a new one.",
             param=HEADER,
             code="idempotency_key_reused",
         )
@@ -109,7 +109,7 @@ def begin(
         answer = cipher.decrypt(bytes(kept.answer))
     except InvalidToken as error:  # under a pepper that is no longer accepted
         raise Conflict(
-            f"The request with this {HEADER} was made, but its answer can no longer be read."
+            f"The request with this {HEADER} was carried out, but its answer can no longer be read."
         ) from error
     raise Replay(kept.status, answer)
 
@@ -127,7 +127,7 @@ def _cipher(key: str) -> MultiFernet:
 
 
 class _Rendered(Response):
-    """A response that is rendered already."""
+    """A rendered response."""
 
     def __init__(self, content: bytes, status: int) -> None:
         super().__init__(status=status, headers={REPLAYED_HEADER: "true"})

@@ -21,7 +21,7 @@ def invite_url(token: str) -> str:
 
 
 def invite_send(*, invite: Invite, tenant: Tenant, token: str) -> bool:
-    """Send it. -> whether the mail server took it; if not, the inviter must pass on the address."""
+    """Send an invite. -> whether the mail server took it; else the inviter must pass it on."""
     context = {"invite": invite, "tenant": tenant, "url": invite_url(token)}
     try:
         send_mail(

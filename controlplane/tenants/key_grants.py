@@ -24,7 +24,7 @@ from controlplane.tenants.key_rules import (
 )
 from controlplane.tenants.models import ApiKey
 
-#: The most keys that a key may come from: every request looks up the limits of each.
+#: Largest number of a key's ancestors: every request looks up the limits of each.
 MAX_ANCESTORS = 8
 #: Returns which of the given keys have limits of their own.
 limited_keys = Hook[[Iterable[uuid.UUID]], set[uuid.UUID]]()
@@ -50,7 +50,7 @@ def as_it_is_now(by: Principal) -> Principal:
 
 
 def check_rules(by: Principal, rules: KeyRules, expires_at: dt.datetime | None) -> None:
-    """Return if the caller may give a key these rules. Raises PermissionDenied with the field."""
+    """Check that the caller may give a key these rules. Raises PermissionDenied with the field."""
     try:
         auth.authorize_grant(by, rules.scopes)
     except PermissionDenied as error:
@@ -68,7 +68,7 @@ def check_rules(by: Principal, rules: KeyRules, expires_at: dt.datetime | None) 
 
 
 def check_holds(by: Principal, api_key: ApiKey) -> None:
-    """Return if the caller has all that a key has: who rotates a key reads its secret.
+    """Check that the caller has all rights of a key, whose secret a rotation shows them.
 
     All stored scopes count, also those that the owner's role does not allow today: the role may
     change. Raises PermissionDenied.
@@ -77,12 +77,16 @@ def check_holds(by: Principal, api_key: ApiKey) -> None:
     if by.api_key is not None:
         bounding = _limited_keys(by.api_key)
         if not bounding <= set(api_key.line):
-            raise PermissionDenied("This API key has limits that the other key does not have.")
+            raise PermissionDenied(
+                "This API key has limits that the other key lacks: use a key without limits."
+            )
 
 
 def check_unbound(by: Principal) -> None:
-    """Return if the caller may give roles to people: only an unrestricted key may, because people
-    have no such restrictions. Raises PermissionDenied."""
+    """Check that the caller may give roles to people, who have no restrictions as keys have.
+
+    Raises PermissionDenied for a restricted key.
+    """
     own = by.api_key
     if own is None:
         return
@@ -95,7 +99,7 @@ def check_unbound(by: Principal) -> None:
 
 
 def check_limits_of(by: Principal, api_key: ApiKey | None) -> None:
-    """Return if the caller may set limits of a key; None: the tenant's, or a model's.
+    """Check that the caller may set limits of a key; None: the tenant's, or a model's.
 
     Raises PermissionDenied for the caller's own key or its ancestors, and for a restricted key if
     the other key does not descend from it.
@@ -109,7 +113,7 @@ def check_limits_of(by: Principal, api_key: ApiKey | None) -> None:
 
 
 def check_ends(by: Principal, api_key: ApiKey) -> None:
-    """Return if the caller may revoke a key. Raises PermissionDenied.
+    """Check that the caller may revoke a key. Raises PermissionDenied.
 
     Revoking grants nothing, so an unrestricted key may revoke one that can do more: a scanner for
     leaked keys needs only the permission to revoke them.

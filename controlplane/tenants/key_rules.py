@@ -12,14 +12,14 @@ from controlplane.errors import InvalidRequest
 from controlplane.tenancy.model_scope import allows_model
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
 
-#: The most allowed models, and the most allowed addresses.
+#: Largest number of allowed models, and of allowed addresses.
 MAX_ALLOWED = 100
 _MODEL = re.compile(r"\A[a-z0-9][a-z0-9._-]{0,62}(?:@[1-9][0-9]{0,8})?\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRules:
-    """An empty list of models or networks allows all of them."""
+    """The rules of a key. An empty list of models or networks allows all of them."""
 
     scopes: tuple[str, ...] = DEFAULT_SCOPES
     allowed_models: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def _scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     if unknown := sorted(wanted - set(Permission)):
         raise InvalidRequest(f"There is no scope {unknown[0][:100]}.", param="scopes")
     if not wanted:
-        raise InvalidRequest("A key needs at least one scope.", param="scopes")
+        raise InvalidRequest("Name at least one scope.", param="scopes")
     return tuple(permission.value for permission in Permission if permission in wanted)
 
 
@@ -93,7 +93,7 @@ def _models(names: Iterable[str]) -> tuple[str, ...]:
     for name in found:
         if not _MODEL.match(name):
             raise InvalidRequest(
-                f"{name[:100]} is not a model name, such as invoices or invoices@3.",
+                f"{name[:100]} is not a model's name, such as invoices or invoices@3.",
                 param="allowed_models",
             )
     return found

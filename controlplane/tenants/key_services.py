@@ -25,7 +25,7 @@ from controlplane.tenants.models import ApiKey, Membership, ServiceAccount
 
 log = logging.getLogger(__name__)
 
-#: How long both secrets of a rotated key work.
+#: Default time in which both secrets of a rotated key work.
 DEFAULT_GRACE_S, MAX_GRACE_S = 24 * 3600, 30 * 24 * 3600
 
 
@@ -41,7 +41,7 @@ def api_key_create(
 ) -> tuple[ApiKey, str]:
     """Make a key of the tenant in scope. -> the key and its text, which cannot be read again.
 
-    by  who makes it, and can grant no more than they have; None: the operator
+    by  the maker, who can grant no more than they have; None: the operator
 
     Raises InvalidRequest that names the field, PermissionDenied; Conflict for a key with too many
     ancestors.
@@ -172,14 +172,14 @@ def api_key_rotate(
 def api_key_revoke(
     *, public_id: str, with_children: bool = True, by: Principal | None = None
 ) -> ApiKey:
-    """End a key and both its secrets for ever. Doing it again changes nothing.
+    """Revoke a key and both its secrets. A repeated call changes nothing.
 
     with_children  also end its descendants: a thief of the key may have made some
     by             None: the operator, or a consequence of another change
 
     Raises NotFound, PermissionDenied.
     """
-    _lock_keys()  # none of them can make a key now
+    _lock_keys()  # so that none of them can make a key
     api_key = api_key_get(public_id=public_id)
     if by is not None:
         key_grants.check_ends(key_grants.as_it_is_now(by), api_key)
@@ -197,7 +197,7 @@ def api_key_revoke(
 
 
 def _end_descendants_by(api_key: ApiKey, expires_at: dt.datetime) -> None:
-    """Let the keys that it made expire no later than this key's new, earlier expiry."""
+    """Let the keys that this key made expire no later than its new, earlier expiry."""
     is_later = Q(expires_at=None) | Q(expires_at__gt=expires_at)
     for one in ApiKey.made_by(api_key.pk).filter(is_later, revoked_at=None):
         before = {"expires_at": one.expires_at}
@@ -242,7 +242,7 @@ def _locked(public_id: str) -> ApiKey:
 
 
 def _lock_keys() -> None:
-    """Allow one change at a time to a tenant's keys: what one key may have depends on others."""
+    """Allow one change at a time to a tenant's keys: the rules of one key depend on others."""
     lock_until_commit(f"keys {current_tenant_id()}")
 
 
@@ -250,6 +250,6 @@ def _save(api_key: ApiKey, **fields: Any) -> None:
     for field, value in fields.items():
         setattr(api_key, field, value)
     api_key.save(update_fields=list(fields))
-    # Now for reads in this process, and again when other connections can see the change.
+    # Clear now for reads in this process, and after the commit for all others.
     auth.forget_key(api_key.public_id)
     transaction.on_commit(lambda: auth.forget_key(api_key.public_id))

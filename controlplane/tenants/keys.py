@@ -21,7 +21,7 @@ import zlib
 
 #: Both can use the same models: the name tells people and scanners where a key belongs.
 ENVIRONMENTS = ("live", "test")
-#: What an operator's service key has in its place.
+#: The part of an operator's service key in this place.
 OPERATORS = "ops"
 KEY_REGEX = r"\blk_(?:live|test|ops)_[0-9A-Za-z]{71}\b"
 
@@ -46,7 +46,7 @@ class KeyParts:
         return body + _checksum(body)
 
     def secret_hmac(self, pepper: str) -> bytes:
-        """Return what the database stores instead of the secret: HMAC-SHA256, 32 bytes."""
+        """Return the HMAC-SHA256 that the database stores instead of the secret, 32 bytes."""
         return hmac.digest(pepper.encode(), self.secret.encode(), hashlib.sha256)
 
 

@@ -41,7 +41,7 @@ class Tenant(models.Model):
     class Status(models.TextChoices):
         ACTIVE = "active"
         SUSPENDED = "suspended"
-        DELETING = "deleting"  # it can still be restored, or its data is going
+        DELETING = "deleting"  # it can still be restored, or its data is being deleted
         DELETED = "deleted"  # only this row is left, without its name
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
@@ -164,7 +164,7 @@ class Invite(TenantModel):
 
 
 class Credential(models.Model):
-    """A key's text as the database knows it: only an HMAC of its secret is stored."""
+    """A key's text as stored: only an HMAC of its secret."""
 
     public_id = models.CharField(max_length=32, unique=True)
     name = models.CharField(max_length=100)
@@ -239,7 +239,7 @@ class ApiKey(Credential, TenantModel):
 
 
 class KeptAnswer(models.Model):
-    """The response to a write with an Idempotency-Key, which a repetition gets again.
+    """The response to a write with an Idempotency-Key, for repetitions.
 
     It may contain a secret that is shown once, so it is encrypted with the Idempotency-Key; only a
     hash of that key is stored.

@@ -37,7 +37,7 @@ from controlplane.tenants.roles import PERMISSIONS
 
 INVITE_LIFETIME = dt.timedelta(days=7)
 _NO_INVITE = "This invite does not exist, has been used, or has expired."
-#: Of one tenant at a time: bounds the mail that a stolen key can send.
+#: Most pending invites of a tenant: bounds the mail that a stolen key can send.
 MAX_PENDING_INVITES = 1000
 
 
@@ -102,7 +102,7 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
     if pending.filter(email=email).exists():
         raise Conflict("This person is already invited. Revoke that invite first.", param="email")
     if pending.count() >= MAX_PENDING_INVITES:
-        raise Conflict("There are too many pending invites.")
+        raise Conflict("There are too many pending invites: revoke some of them.")
     token = secrets.token_urlsafe(32)
     invite = Invite.objects.create(
         email=email,

@@ -1,4 +1,4 @@
-"""Recognize a key's secret, and move it to a new pepper when it is used: only then it is known."""
+"""Recognize a key's secret, and move it to a new pepper when it is used and so known."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NO_HMAC = bytes(32)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """Which of a key's two secrets a caller sent, and how it is stored."""
+    """The one of a key's two secrets that a caller sent, and its storage."""
 
     is_old: bool
     is_under_current_pepper: bool
 
 
 def matching(key: Credential, parts: KeyParts) -> Secret | None:
-    """Return which of the key's secrets this is, and under which pepper it is stored.
+    """Return which of the key's secrets this is, with the pepper of its storage.
 
     The previous secret matches during its grace period. None: it is neither.
     """
@@ -48,7 +48,7 @@ def matching(key: Credential, parts: KeyParts) -> Secret | None:
 def renew(key: Credential, parts: KeyParts, secret: Secret) -> None:
     """Store the secret's HMAC under the current pepper, unless it already is. Idempotent.
 
-    The row changes only if its secret is still this one: somebody may rotate the key meanwhile.
+    The row changes only if its secret is still this one, not if somebody rotates the key.
     """
     current = pepper_id(settings.API_KEY_PEPPER)
     prefix = "old_" if secret.is_old else ""
@@ -76,9 +76,9 @@ class KeyCounts:
 
     current: int
     accepted: int
-    #: Not used since the platform records the pepper.
+    #: Keys not used since the platform records the pepper.
     unknown: int
-    #: Under a pepper that is not configured: these keys do not work.
+    #: Keys under a pepper that is not configured: they do not work.
     foreign: int
 
 

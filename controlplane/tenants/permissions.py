@@ -25,11 +25,11 @@ class Permission(enum.StrEnum):
     TENANT_MANAGE = "tenant:manage"
 
 
-#: What concerns all models of the tenant: a key with `allowed_models` has none of it.
+#: Permissions on all models of the tenant, which a key with `allowed_models` lacks.
 OF_ALL_MODELS = frozenset(
     {Permission.AUDIT_READ, Permission.WEBHOOKS_MANAGE, Permission.TENANT_MANAGE}
 )
-#: All that a key may have, in the order of the enumeration.
+#: All permissions that a key may have, in the order of the enumeration.
 SCOPES = tuple(permission.value for permission in Permission)
 VIEWER = frozenset({Permission.READ, Permission.USAGE_READ, Permission.REQUESTS_READ})
 DEVELOPER = VIEWER | {

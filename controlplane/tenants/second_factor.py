@@ -1,4 +1,4 @@
-"""Second factors: who has one, and who needs one (operators, some tenants' members)."""
+"""Second factors: people who have one, and who need one (operators, some tenants' members)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def tenant_status_set(*, tenant: Tenant, status: str) -> Tenant:
     deleted.
     """
     if status not in SETTABLE:
-        raise InvalidRequest("A tenant is active or suspended.", param="status")
+        raise InvalidRequest("status must be active or suspended.", param="status")
     locked = Tenant.objects.select_for_update(no_key=True).get(pk=tenant.pk)
     check_not_deleting(locked)
     before = locked.status

@@ -1,7 +1,7 @@
 """Train several queued runs of one base model together, in one child process.
 
-Each run keeps what it has alone: its claim, its lease, its attempts, its time limit, its end. A
-thread of its own does all of it; only the child is shared.
+Each run keeps its own claim, lease, attempts, time limit and end, all handled by a thread of its
+own; only the child is shared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from controlplane.training.models import TrainingRun
 
 log = logging.getLogger(__name__)
 
-#: How often a batch looks for a run that may join it.
+#: Interval at which a batch looks for a run that may join it.
 JOIN_S = 2.0
 
 
 def training_next() -> None:
-    """Train and publish the run that is next, and beside it others of its base model.
+    """Train and publish the next run, and together with it others of its base model.
 
     How many at most is the setting `LORIKEET_TRAIN_BATCH`; with 1 each has a child of its own.
     """
@@ -54,9 +54,9 @@ def training_next() -> None:
 
 
 def runs_train_together(runs: list[TrainingRun]) -> None:
-    """Train and publish runs of one base model that were claimed; returns when all have ended.
+    """Train and publish claimed runs of one base model; return when all have ended.
 
-    Others that are queued meanwhile join them, unless the first is to be trained by itself.
+    Runs queued later join them, unless the first must be trained alone.
     """
     folders_sweep()
     joins = runs[0].num_lost < picking.LOST_TOGETHER
@@ -86,9 +86,9 @@ def runs_train_together(runs: list[TrainingRun]) -> None:
 
 
 def _let_join(first: TrainingRun, child: BatchChild, start: Callable[[TrainingRun], None]) -> None:
-    """Start the thread of each run that may join, as long as any may; in a thread of its own.
+    """Start a thread for each run that may join, until none may.
 
-    After the time that a run may take none joins any more, so that the child, too, ends sometime.
+    After the time limit of a run none joins any more, so that the child ends, too.
     """
     until = time.monotonic() + settings.TRAINING_MAX_RUN_S
     try:

@@ -44,23 +44,23 @@ from controlplane.training.trainer import (
 
 log = logging.getLogger(__name__)
 
-#: A run's state is on the disk at most so long after it was.
+#: Longest age of a run's state on the disk.
 CHECKPOINT_S = 45.0
-#: How long a run that is paused may take to write its state.
+#: Time that a paused run may take to write its state.
 SAVE_TIMEOUT_S = 20.0
-#: What a run's scores may take beside their passes, before its time is over.
+#: Time reserved for a run's scores, beside their passes, before its time limit.
 _SLACK_S = 60.0
-#: Events of a run that is trained once the batch has ended.
+#: Events of a run that will be trained after the batch.
 _AFTER_THE_BATCH = ("alone", "later")
 Event = dict[str, Any]
-#: Where a GPU's memory is short, pieces of fixed sizes are made over again.
+#: Settings of torch's allocator, which grows segments, because memory of a GPU is short.
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 class BatchChild:
     """One child process for the runs of several threads.
 
-    folder        for what it writes to standard error
+    folder        for its standard error
     num_runs      threads that `train`, or `leave` without it, before the child starts
     worker        the socket of a serving worker that trains them; empty: the child trains
     max_runs      that are here at a time, with those that join; None: none joins
@@ -79,7 +79,7 @@ class BatchChild:
         self._environment = {**_ALLOCATOR, **environment}
         self._worker, self._max_runs = worker, max_runs
         self._missing = num_runs
-        self._num_given = 0  # runs that the child was given
+        self._num_given = 0  # number of runs given to the child
         self.num_training = 0
         self._changed = threading.Condition()
         self._events: dict[str, queue.SimpleQueue[Event | None]] = {}
@@ -92,10 +92,10 @@ class BatchChild:
         self._returncode = 0
 
     def expect_another(self, after_s: float) -> bool:
-        """Wait so long, and until there is room for another run, whose thread is expected then.
+        """Wait for these seconds, and until another run fits; its thread is expected then.
 
-        -> False: no run may join any more, because the others have ended, or one of them waits for
-        that: those that join do not keep it waiting.
+        -> False: no run may join any more, because the others have ended, or one of them waits
+        for the end: runs that join do not keep it waiting.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, timeout=after_s)
@@ -140,12 +140,12 @@ class BatchChild:
         tick_s: float,
         timeout_s: float,
     ) -> None:
-        """Train a run beside the others; `run_trainer` says the rest.
+        """Train a run beside the others; see `run_trainer`.
 
         lock  a descriptor that the child keeps open
         """
         ticks = Ticks(listener, tick_s=tick_s, timeout_s=timeout_s)
-        if job.output_dir.exists():  # whole: the trainer before was lost as it was to publish it
+        if job.output_dir.exists():  # complete: the trainer before was lost before it published
             self.leave()
             tell_again(folder, ticks, reader)
             return
@@ -170,7 +170,7 @@ class BatchChild:
     ) -> str:
         """Have the child train a run: from its start, or beside those that it trains already.
 
-        -> the name that it has there: another one each time that a run comes, in the same folder
+        -> its name there, another one each time that a run comes in the same folder
         """
         with self._changed:
             self._num_given += 1
@@ -236,7 +236,7 @@ class BatchChild:
                     env=self._environment,
                     pass_fds=self._locks,
                 )
-            self._note_change()  # all may have ended meanwhile
+            self._note_change()  # all may have ended in between
             return self._child
 
     def _hand_out(self, child: subprocess.Popen[bytes]) -> None:
@@ -250,7 +250,7 @@ class BatchChild:
                 events.put(event)
 
     def _order(self, order: str, path: str) -> bool:
-        """Have the child cancel or pause a run, or not begin it. -> whether there is a child."""
+        """Have the child cancel or pause a run, or skip it. -> whether there is a child."""
         with self._changed:
             self._dropped.add(path)
             self._send({order: path})
@@ -259,11 +259,11 @@ class BatchChild:
     def _send(self, order: dict[str, Any], *locks: int) -> None:
         """Send an order to the child, if there is one, with descriptors; called with the lock."""
         if self._orders is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the child has ended
                 socket.send_fds(self._orders, [json.dumps(order).encode() + b"\n"], locks)
 
     def _log_end(self) -> None:
-        if self._returncode in (0, 2):  # every run has said how it ended
+        if self._returncode in (0, 2):  # every run has reported its end
             return
         told = {"exit_code": self._returncode, "last_lines": last_lines(self._stderr)}
         is_stopped = self._returncode < 0 or self._returncode == 143
@@ -286,7 +286,7 @@ class BatchChild:
             if event is None:
                 raise self._ended()
             if event.get("event") == "judging" and not told.is_judged:
-                told.is_judged = True  # it is trained: no reason to fail any more
+                told.is_judged = True  # it is trained, so a missing score is no failure
                 ticks.allow_more(MOST_S + MOST_WAIT_S + _SLACK_S)
             reader(event)
             told.note(event)
@@ -294,7 +294,7 @@ class BatchChild:
         ticks.tell(told.progress)
 
     def _ended(self) -> Exception:
-        """Why the child ended without a word on a run."""
+        """Return the error for a child that ended without a word on a run."""
         if self._num_given == 1:  # also raises
             check_end(self._returncode, {}, self._stderr)
         # Also when it crashed: any of the runs may be the reason, and each is tried again.
@@ -302,7 +302,7 @@ class BatchChild:
 
 
 def _await_end(events: queue.SimpleQueue[Event | None], reader: Reader) -> None:
-    """Read until the child says that a run which is paused has ended: its state is written."""
+    """Read until the child reports the end of a paused run: its state is written."""
     give_up_at = time.monotonic() + SAVE_TIMEOUT_S
     with contextlib.suppress(queue.Empty):
         while (event := events.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
@@ -312,7 +312,7 @@ def _await_end(events: queue.SimpleQueue[Event | None], reader: Reader) -> None:
 
 
 class _Told(Told):
-    """What the child has told of one run.
+    """The child's reports on one run.
 
     is_done    whether its adapter is there
     is_judged  whether it is trained, and its adapter is scored before it is written

@@ -1,4 +1,4 @@
-"""Make a data set of captured requests. The one place that knows how its rows are stored."""
+"""Make datasets of captured requests; only this module knows how their rows are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from controlplane.training.models import Dataset
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FromCaptured:
-    """The data set, how many rows are new in it, and how many captured requests gave none."""
+    """The dataset, the number of new rows, and of captured requests that gave none."""
 
     dataset: Dataset
     num_added: int
@@ -23,10 +23,10 @@ class FromCaptured:
 
 
 def source_filter(place: Mapping[str, str]) -> Filter:
-    """Return which captured requests a source of this place has. Raises InvalidRequest."""
+    """Return the filter for the captured requests of a source. Raises InvalidRequest."""
     only = place.get("only", "good")
     if only not in ONLY:
-        raise InvalidRequest(f"It is one of {', '.join(ONLY)}.", param="only")
+        raise InvalidRequest(f"This must be one of {', '.join(ONLY)}.", param="only")
     return Filter(only=only, model=place.get("model") or None)
 
 
@@ -37,7 +37,7 @@ def dataset_from_captured(
     appends: bool = False,
     kind: versions.Kind | None = None,
 ) -> FromCaptured:
-    """Make the data set of this name from captured requests of the tenant in scope.
+    """Make the dataset of this name from captured requests of the tenant in scope.
 
     appends  add those whose rows it does not have behind its own; none: it stays as it is.
              Else rows that it had are replaced for later runs
@@ -54,7 +54,7 @@ def dataset_from_captured(
         if known is not None:
             return FromCaptured(known, 0, rows.num_left_out)
         raise InvalidRequest(
-            "No captured request is as you ask for: see GET /api/v1/captured-requests.",
+            "No captured request fits the filters: see GET /api/v1/captured-requests.",
             param="only",
             code="nothing_captured",
         )

@@ -1,4 +1,4 @@
-"""What differs between two versions of an adapter: config, files, provenance, training."""
+"""Differences between two versions of an adapter: config, files, provenance, training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controlplane.training.models import TrainingRun
 
 Status = AdapterVersion.Status
 
-#: Of a run's last progress: what can be compared.
+#: The comparable fields of a run's last progress.
 _METRICS = ("steps", "loss", "learning_rate", "tokens_per_s", "eval_loss")
 
 
@@ -32,7 +32,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Where a version comes from. `run` is None for an uploaded one."""
+    """The origin of a version. `run` is None for an uploaded one."""
 
     version: AdapterVersion
     run: TrainingRun | None
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def versions_compare(before: AdapterVersion, after: AdapterVersion) -> Comparison:
-    """Return what differs. Raises Unavailable when the store does not answer."""
+    """Return the differences. Raises Unavailable when the store does not answer."""
     sides = _side(before), _side(after)
     changes = [
         Change(area=area, field=field, before=one.get(field), after=other.get(field))

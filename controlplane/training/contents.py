@@ -1,7 +1,7 @@
 """The rows of datasets in the object store: counted before the upload, removed when not needed.
 
-Two datasets, or two uploads of one, may have the same rows: these share one object. Rows that were
-appended to have no object of their own: they are the earlier rows', and one with the added rows.
+Two datasets, or two uploads of one, may have the same rows, and then share one object. Rows with
+appended rows have no object of their own, but the earlier rows' and one with the added rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.training.models import DatasetContent, TrainingRun, dataset_key
 
-#: An upload from `content_begin` to its dataset's row never takes longer than this.
+#: Longest time of an upload from `content_begin` to its dataset's row.
 KEPT = dt.timedelta(hours=1)
-#: Removed in one sweep; the next one continues.
+#: Number of contents removed in one sweep; the next one continues.
 MAX_PER_TURN = 500
 #: Bytes per read from the store, so that no connection stays open while they are worked on.
 _WINDOW_BYTES = 8 << 20
-#: What something names, and what that is made of.
+#: Contents that a row names, and their parts.
 _NEEDED = """
 with recursive needed(tenant_id, sha256) as (
     select tenant_id, sha256 from training_dataset
@@ -46,7 +46,7 @@ select content.id from training_datasetcontent content join needed using (tenant
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows that were checked and are in the store."""
+    """Checked rows in the store."""
 
     sha256: str
     num_bytes: int
@@ -62,7 +62,7 @@ def num_bytes() -> int:
 def content_begin(
     tenant_id: uuid.UUID, sha256: str, num_bytes: int, *, has_requests: bool = False
 ) -> None:
-    """Reserve room for rows before their upload. Raises InvalidRequest when there is none.
+    """Reserve storage for rows before their upload. Raises InvalidRequest if the quota is full.
 
     has_requests  they are captured requests
     """
@@ -70,7 +70,7 @@ def content_begin(
     _lock(tenant_id, sha256)
     rows = DatasetContent.objects.filter(sha256=sha256)
     fields = {"num_bytes": num_bytes, "wanted_at": timezone.now()}
-    if has_requests:  # else it stays: others may have captured the same
+    if has_requests:  # never reset: other rows like these may be captured ones
         fields["has_requests"] = True
     if not rows.update(**fields):
         quotas.check("storage_bytes", num_bytes)
@@ -78,7 +78,7 @@ def content_begin(
 
 
 def content_join(previous: str, added: str) -> str:
-    """Return the digest of earlier rows with others behind them, which are not copied."""
+    """Return the digest of earlier rows with others appended, without copying them."""
     tenant_id = current_tenant_id()
     joined = hashlib.sha256(f"{previous}\n{added}".encode()).hexdigest()
     _lock(tenant_id, joined)
@@ -96,17 +96,17 @@ def content_join(previous: str, added: str) -> str:
 
 
 def has_requests(sha256: str) -> bool:
-    """Return whether rows of the tenant in scope are captured requests, all or some of them.
+    """Return whether some of these rows of the tenant in scope are captured requests.
 
-    Reading them, and what quotes them, needs the permission `requests:content`. Of rows that are
-    not stored nobody knows it: True.
+    Reading them, and texts that quote them, needs the permission `requests:content`. For rows that
+    are not stored it is unknown: True.
     """
     row = DatasetContent.objects.filter(sha256=sha256).only("has_requests").first()
     return row is None or row.has_requests
 
 
 def parts_of(sha256: str) -> list[str]:
-    """Return the digests of the objects that rows of the tenant in scope are made of, in order."""
+    """Return the digests of the objects with these rows of the tenant in scope, in order."""
     made = DatasetContent.objects.exclude(added="").values_list("sha256", "previous", "added")
     joined = {whole: (previous, added) for whole, previous, added in made}
     parts: list[str] = []
@@ -145,7 +145,7 @@ def _object(key: str) -> Iterator[bytes]:
 
 
 def contents_sweep() -> int:
-    """Remove contents of all tenants that no dataset names and no run will read. -> how many.
+    """Remove contents of all tenants that no dataset names and no run will read. -> their number.
 
     Raises storage.STORAGE_ERRORS; the next sweep begins with those that are left.
     """

@@ -1,4 +1,4 @@
-"""What a training would take, before it is started."""
+"""The cost of a training, before it is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cost:
     """A training's length.
 
     rows         that it trains on
-    is_rounded   whether the rows kept back are counted by their share alone, not one by one
+    is_rounded   whether the rows kept back are estimated by their share
     most_tokens  that it reads, if every row has the longest length
     tokens       that it reads; None: the dataset has no report for the base model yet
     seconds      at the speed of recent runs; None: without tokens, or without such runs
@@ -29,7 +29,7 @@ class Cost:
 
 
 def run_cost(dataset: Dataset, hyperparameters: dict[str, Any], base_model: str) -> Cost:
-    """Return what a run over a dataset takes. Raises InvalidRequest when it would be too long.
+    """Return the cost of a run over a dataset. Raises InvalidRequest when it would be too long.
 
     hyperparameters  checked ones; they are admitted as if no row were kept back to validate with
     """

@@ -13,7 +13,7 @@ import zoneinfo
 
 from cronsim import CronSim, CronSimError
 
-NEVER = "it never fires: its months have no such day"
+NEVER = "it never fires, because its months have no such day: change the day"
 
 
 def check_timezone(name: str) -> None:
@@ -25,7 +25,7 @@ def check_timezone(name: str) -> None:
 @functools.cache
 def timezones() -> frozenset[str]:
     """Return the names that `check_timezone` takes."""
-    # Two of the files there are no zones: what the machine has, and that it has none.
+    # Two of the files are no zones: the machine's own, and that it has none.
     return frozenset(zoneinfo.available_timezones() - {"localtime", "Factory"})
 
 
@@ -47,7 +47,7 @@ def next_slot(cron: str, timezone: str, after: dt.datetime) -> dt.datetime:
                 return moment
     except CronSimError as error:
         if _is_cron([*fields[:3], "*", fields[4]]) and _is_cron([*fields[:2], "*", *fields[3:]]):
-            raise ValueError(NEVER) from error  # the day and the month are right, each alone
+            raise ValueError(NEVER) from error  # day and month are valid, but not together
         raise ValueError(f"it is not a cron line: {error}") from error
     raise ValueError(NEVER)
 

@@ -1,4 +1,4 @@
-"""What became of a schedule's slots: a row for each, written with what it tells.
+"""The history of a schedule's slots: a row for each, written in the transaction of its change.
 
 The newest `MAX_OF_SCHEDULE` rows of a schedule are kept, for `KEPT`.
 """
@@ -36,7 +36,7 @@ _SKIPS = {Reason.MERGED, Reason.UNCHANGED, Reason.DAY}
 def slots_note(
     schedule: Schedule, slots: Sequence[dt.datetime], reason: Reason, now: dt.datetime
 ) -> None:
-    """Note slots that did not run. Missed ones are told. Call it in the slots' transaction."""
+    """Note slots that did not run; publish missed ones. Call it in the slots' transaction."""
     if not slots:
         return
     status = Status.SKIPPED if reason in _SKIPS else Status.MISSED
@@ -44,7 +44,7 @@ def slots_note(
         ScheduleRun(schedule=schedule, slot=slot, status=status, reason=reason, concluded_at=now)
         for slot in slots
     ]
-    # A slot that was missed, and is now made up for and skipped, has its row.
+    # A missed slot that is now run late, and skipped, has a row already.
     ScheduleRun.objects.bulk_create(rows, ignore_conflicts=True)
     _count(status.value, len(rows))
     if status == Status.MISSED:
@@ -97,7 +97,7 @@ def slot_run(
         "concluded_at": None,
         "reported_at": None,
     }
-    # A missed slot that is made up for has a row.
+    # A missed slot that runs late has a row already.
     row, _ = ScheduleRun.objects.update_or_create(schedule=schedule, slot=slot, defaults=fields)
     _count(Status.RAN.value)
     return row
@@ -140,9 +140,9 @@ def run_drop(row_id: uuid.UUID, now: dt.datetime) -> bool:
 
 
 def slots_conclude() -> int:
-    """Note the slots whose run has ended. -> how many.
+    """Note the slots whose run has ended. -> their number.
 
-    That a run failed is told as it ends: `endings`.
+    `endings` publishes a run's failure as it ends.
     """
     with all_tenants(reason="find slots whose run has ended"):
         ended = ScheduleRun.objects.filter(concluded_at=None).exclude(
@@ -166,7 +166,7 @@ def slots_conclude() -> int:
 
 
 def history_sweep(now: dt.datetime | None = None) -> int:
-    """Delete old rows of all tenants' schedules, and those above the number. -> how many."""
+    """Delete old rows of all tenants' schedules, and those above the number. -> their number."""
     now = now or timezone.now()
     with all_tenants(reason="find schedules with more history than is kept"):
         counts = ScheduleRun.objects.values("schedule_id", "tenant_id").annotate(num=Count("pk"))

@@ -1,8 +1,8 @@
-"""What a run's batch scores its new adapter by, and the scores: the side of the training.
+"""The training's side of scoring a run's new adapter in its batch.
 
-Rooms above this one say what is to be scored (`JUDGES`). The child reads it in the run's own
-folder, and writes the scores beside the run's adapter (`contract.judging`); nothing of a run lies
-in another's folder.
+Packages above this one define the scores (`JUDGES`). The child reads the definition in the run's
+own folder, and writes the scores beside the run's adapter (`contract.judging`); nothing of a run
+lies in another's folder.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Status = TrainingRun.Status
 
 
 class Judge(Protocol):
-    """What a room above this one does; it may be repeated, and raises what the stores raise."""
+    """A hook for scores of a higher package. It may be repeated, and raises the stores' errors."""
 
     def wants(self, run: TrainingRun) -> bool:
-        """Whether the run's new version is to be scored."""
+        """Return whether the run's new version is to be scored."""
 
     def give(self, run: TrainingRun, folder: Path) -> None:
-        """Write what it is scored by. Raises NothingGiven, storage.ObjectMissing."""
+        """Write the cases for the scores. Raises NothingGiven, storage.ObjectMissing."""
 
     def take(self, run: TrainingRun, version: AdapterVersion, scores: BatchScores) -> str:
-        """Keep the scores of the version. -> why not; "": they are kept."""
+        """Keep the scores of the version. -> the reason against it; "": they are kept."""
 
 
 class NothingGiven(Exception):
@@ -44,9 +44,9 @@ JUDGES: list[Judge] = []
 
 
 def judge_folder(run: TrainingRun, folder: Path, why_not: str = "") -> Path | None:
-    """Write what the run's adapter is scored by, in the run's folder; None: nothing scores it.
+    """Write the cases for the adapter's scores in the run's folder; None: nothing scores it.
 
-    why_not  what trains the run scores nothing, for this reason; "": it does
+    why_not  why the trainer cannot score; "": it can
     """
     path = folder / _FOLDER
     shutil.rmtree(path, ignore_errors=True)
@@ -61,7 +61,7 @@ def judge_folder(run: TrainingRun, folder: Path, why_not: str = "") -> Path | No
         except NothingGiven as error:
             _note(run, Status.RUNNING, str(error))
         except storage.ObjectMissing:
-            _note(run, Status.RUNNING, "the files of the live version are gone")
+            _note(run, Status.RUNNING, "the files of the live version were deleted")
         else:
             return path
         shutil.rmtree(path, ignore_errors=True)
@@ -69,14 +69,14 @@ def judge_folder(run: TrainingRun, folder: Path, why_not: str = "") -> Path | No
 
 
 def scores_keep(run: TrainingRun, version: AdapterVersion, output: Path) -> None:
-    """Keep the scores that lie beside the adapter of a version, if it was to be scored."""
+    """Keep the scores beside the adapter of a version, if it was to be scored."""
     why_not = ""
     try:
         found = read_scores(output)
     except (BadJudgingFile, OSError) as error:
         found = f"the trainer's scores cannot be read: {error}"
     if found is None and (output.parent / _FOLDER).is_dir():
-        found = "the run was trained by itself"
+        found = "the run was trained alone"
     if isinstance(found, BatchScores):
         for judge in JUDGES:
             take = functools.partial(judge.take, run, version, found)

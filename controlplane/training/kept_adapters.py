@@ -1,8 +1,8 @@
-"""Makes versions of the adapters that a training keeps on the way: its checkpoints.
+"""Make versions of a training's checkpoints.
 
 The child writes each into a folder of its own (`worker.training.kept_adapters`); a thread of the
-task sends it through the checks of an upload, while the training goes on. A run has one checkpoint
-of a step, whoever trains it: an attempt on another machine goes on with what the last one left.
+task sends it through the checks of an upload, while the training continues. A run has one
+checkpoint of a step: an attempt on another machine continues after the last one's checkpoints.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Status = TrainingRun.Status
 
 
 class KeptAdapters:
-    """The adapters that one attempt at a run has kept and that are no versions yet.
+    """The adapters that one attempt at a run has kept and that are not versions yet.
 
     folder  of the run
-    warn    gets what the run's owner should know
+    warn    gets messages for the run's owner
     """
 
     def __init__(self, run: TrainingRun, folder: Path, warn: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class KeptAdapters:
         self._thread: threading.Thread | None = None
 
     def publish_if_due(self) -> None:
-        """Begin to make versions of the adapters that are there; does not wait."""
+        """Begin to make versions of the present adapters; do not wait."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._found():
@@ -56,7 +56,7 @@ class KeptAdapters:
             self._thread.start()
 
     def publish_now(self) -> None:
-        """Make versions of all, and wait; again while the database or the store is away.
+        """Make versions of all, and wait; repeat it while the database or the store is away.
 
         Raises TrainingAbandoned, STORE_OUTAGE.
         """
@@ -69,7 +69,7 @@ class KeptAdapters:
             self._thread.join()
 
     def _found(self) -> list[Path]:
-        """Return the folders that are whole, in the order of their steps."""
+        """Return the complete folders, in the order of their steps."""
         if not self.path.is_dir():
             return []
         return sorted((at for at in self.path.iterdir() if at.name.isdigit()), key=_step)

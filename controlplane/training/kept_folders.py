@@ -1,4 +1,4 @@
-"""A run's folder on this machine's disk: it outlives the trainer, so that the next one goes on."""
+"""A run's folder on this machine's disk, which outlives its trainer for the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from controlplane.tenancy.scoping import all_tenants
 from controlplane.training.models import TrainingRun
 
 _LOCK = ".lock"
-#: How long a child whose parent was killed may take to save its runs and to end.
+#: Time that a child whose parent was killed may take to save its runs and exit.
 WAIT_S = 2.0
 _RETRY_S = 0.1
 _ID_CHARS = 36
@@ -29,7 +29,7 @@ _RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(\.\d+)?$")
 
 @dataclass(frozen=True, slots=True)
 class KeptFolder:
-    """lock  a descriptor: whoever has it open, as child processes may, owns the folder"""
+    """A locked folder; processes with the descriptor `lock` open, children too, own it."""
 
     path: Path
     lock: int
@@ -43,7 +43,7 @@ def _root() -> Path:
 def kept_folder(run_id: uuid.UUID, attempt: int) -> Iterator[KeptFolder]:
     """Yield the run's folder, as its last trainer on this machine left it.
 
-    If a child that other runs share still has it, this is an empty one of this attempt alone.
+    If a shared child still has it, the folder is an empty one of this attempt.
     """
     path = _root() / str(run_id)
     lock = _opened(path)
@@ -62,7 +62,7 @@ def kept_folder(run_id: uuid.UUID, attempt: int) -> Iterator[KeptFolder]:
 
 
 def _opened(path: Path) -> int:
-    """Make a folder if there is none. -> a descriptor of its lock's file."""
+    """Make a folder if it does not exist. -> a descriptor of its lock's file."""
     path.mkdir(parents=True, exist_ok=True)
     return os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
 

@@ -1,4 +1,4 @@
-"""The last lines that a trainer wrote: for the log, and what of them its tenant may read.
+"""The last lines of a trainer's output: for the log, and the part that its tenant may read.
 
 A trainer has one tenant's run and no secret in its environment, so a tenant may see the trace of
 its own run. It does not see the folders of the machine, nor what looks like a secret.
@@ -33,7 +33,7 @@ def last_lines(path: Path) -> list[str]:
 
 
 def _cleaned(line: str) -> str:
-    # Of a progress bar that was drawn over, the last state.
+    # Only the last state of a progress bar that was drawn over.
     line = _TERMINAL.sub("", line).rstrip("\r").rpartition("\r")[2].rstrip()
     return masked(visible(line))[:_MAX_LINE_CHARS]
 

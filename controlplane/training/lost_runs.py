@@ -1,4 +1,4 @@
-"""Handle runs that nobody works on any more: in a tick, and when their versions are decided."""
+"""Handle runs that no process works on: in a tick, and when their versions are decided."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from controlplane.training.models import TrainingRun
 
 log = logging.getLogger(__name__)
 
-#: Runs of each kind that a tick handles; the next one goes on.
+#: Number of runs of each kind that a tick handles; the next one continues.
 MAX_PER_TICK = 100
-#: Of the event that says why a run waits.
+#: Interval of the event that says why a run waits.
 QUOTA_CODE = "device_seconds_used_up"
 Status = TrainingRun.Status
 
 
 def training_runs_reconcile() -> None:
-    """Handle the runs of all tenants whose lease has ended, and send for those that may begin.
+    """Handle the runs of all tenants whose lease has ended; send messages for those that may begin.
 
-    A running one is queued again, a publishing one ends as its version did; if the version's check
-    was lost, that is queued again. However many are queued, the queries are as few.
+    A running one is queued again; a publishing one ends as its version did, and a lost check of the
+    version is queued again. The number of queries does not grow with the number of queued runs.
     """
     with all_tenants(reason="find lost runs of all tenants"):
         lost = TrainingRun.objects.filter(
             status__in=(Status.RUNNING, Status.PUBLISHING), lease_until__lte=timezone.now()
         )
         _each(lost.select_related("version").order_by("lease_until"), _reconcile)
-        # What the request itself does, unless it was lost in between.
+        # The request does the same, unless its process was lost in between.
         left = TrainingRun.objects.filter(
             Q(cancel_requested=True) | Q(pause_requested=True), status=Status.QUEUED
         )
@@ -71,7 +71,7 @@ def _tell_of_quota(run: TrainingRun) -> None:
         message = (
             f"The job waits: your organization's trainings used {picking.device_seconds_used()} "
             f"device seconds in 24 hours, of {quotas.allowed('training_device_seconds')}. It "
-            "begins by itself once some of them are longer ago"
+            "begins once some of them are older"
         )
         event_add(run, message, level=Level.WARN, code=QUOTA_CODE)
 

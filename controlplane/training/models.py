@@ -25,15 +25,15 @@ class DatasetContent(TenantModel):
     """
 
     sha256 = models.CharField(max_length=64)
-    #: Of its own object; 0: it has none, because it is made of two others.
+    #: Bytes of its own object; 0: it has none, because it is made of two others.
     num_bytes = models.BigIntegerField()
-    #: When an upload last needed it; set before the bytes are uploaded.
+    #: Time when an upload last needed it; set before the bytes are uploaded.
     wanted_at = models.DateTimeField()
-    #: Of rows that others were appended to: the digests of the earlier ones, which may be made of
-    #: two in their turn, and of those that were added, which have an object. Else both empty.
+    #: Digests of the parts of rows with appended ones: of the earlier rows, which may be made of
+    #: two parts, too, and of the added rows, which have an object. Else both empty.
     previous = models.CharField(max_length=64, blank=True, default="", db_default="")
     added = models.CharField(max_length=64, blank=True, default="", db_default="")
-    #: Whether it has words of captured requests: reading them needs `requests:content`.
+    #: True if it has words of captured requests: reading them needs `requests:content`.
     has_requests = models.BooleanField(default=False, db_default=False)
 
     class Meta:
@@ -63,7 +63,7 @@ class Dataset(TenantModel):
     report_status = models.CharField(
         max_length=16, choices=ReportStatus, default=ReportStatus.PENDING, db_default="pending"
     )
-    #: What `worker.dataset_report` counted, and `made_at`; or `error`. None as {}: rows that a
+    #: The result of `worker.dataset_report`, and `made_at`; or `error`. None as {}: rows that a
     #: process of the release before writes.
     report = models.JSONField(null=True, default=dict)
     updated_at = models.DateTimeField(auto_now=True)
@@ -85,7 +85,7 @@ class Dataset(TenantModel):
 
     @property
     def key(self) -> str:
-        """S3 key of the rows if nothing was appended to them; see `contents.pieces`."""
+        """Return the S3 key of the rows if nothing was appended; see `contents.pieces`."""
         return dataset_key(self.tenant_id, self.sha256)
 
 
@@ -104,11 +104,11 @@ class DatasetVersion(TenantModel):
     sha256 = models.CharField(max_length=64)
     num_bytes = models.BigIntegerField()
     num_rows = models.PositiveIntegerField()
-    #: Rows that the version before does not have; all, unless they were appended.
+    #: Number of rows that the version before does not have; all, unless they were appended.
     added_rows = models.PositiveIntegerField()
     #: False: its rows were replaced, and are removed when no run reads them.
     is_stored = models.BooleanField(default=True)
-    #: As the dataset's, when it was the current one; null: it was none for long enough.
+    #: The dataset's report when the version was current; null: it ended before the report.
     report = models.JSONField(null=True)
 
     class Meta:
@@ -121,24 +121,24 @@ class DatasetVersion(TenantModel):
 
 
 class DatasetSource(TenantModel):
-    """Where a dataset's rows are pulled from, and when: see `training.pulls`."""
+    """The source of a dataset's rows, and the times of pulls: see `training.pulls`."""
 
     class Kind(models.TextChoices):
         S3 = "s3"
         HUB = "hub"
         CAPTURED = "captured"
 
-    #: The dataset's; the first pull makes it if there is none.
+    #: The dataset's name; the first pull makes the dataset.
     name = models.CharField(max_length=63, validators=[slug_validator])
     kind = models.CharField(max_length=8, choices=Kind)
-    #: What everybody may see: endpoint, region, bucket, prefix; or repository, revision, prefix.
+    #: The public part: endpoint, region, bucket, prefix; or repository, revision, prefix.
     place = models.JSONField()
     #: The credentials, encrypted.
     sealed = models.BinaryField()
-    #: Empty: it is pulled when asked for.
+    #: Empty: it is pulled on request.
     cron = models.CharField(max_length=100, blank=True)
     timezone = models.CharField(max_length=64, default="UTC")
-    #: UTC; null: nothing is planned.
+    #: Time of the next pull, UTC; null: none is planned.
     next_pull_at = models.DateTimeField(null=True, db_index=True)
     #: The objects that the current rows have, in their order: [name, tag, sha256, bytes].
     seen = models.JSONField(default=list)
@@ -156,7 +156,7 @@ class DatasetSource(TenantModel):
 
 
 class DatasetPull(TenantModel):
-    """One pull, with what came of it; the last ones of each source are kept."""
+    """One pull, with its result; the last ones of each source are kept."""
 
     class Status(models.TextChoices):
         RUNNING = "running"
@@ -188,7 +188,7 @@ class TrainingRun(PublicIdModel):
     writes of a trainer that was considered lost and comes back are refused.
     """
 
-    #: Of its id in /v1/fine_tuning/jobs; /api/v1 has the plain UUID.
+    #: Prefix of its id in /v1/fine_tuning/jobs; /api/v1 has the plain UUID.
     PREFIX = "ftjob-"
     MODEL_FIELD = "adapter__name"
 
@@ -224,21 +224,21 @@ class TrainingRun(PublicIdModel):
     #: truncated_rows and the like, as `worker.train` counts them at its start.
     progress = models.JSONField(default=dict)
     error = models.CharField(max_length=2000, blank=True)
-    #: What kind of error, and which field of the request has it, where that is known.
+    #: The kind of error, and the field of the request that has it, where known.
     error_code = models.CharField(max_length=64, blank=True, default="", db_default="")
     error_param = models.CharField(max_length=100, blank=True, default="", db_default="")
     cancel_requested = models.BooleanField(default=False)
     #: A running one becomes `paused` within seconds.
     pause_requested = models.BooleanField(default=False, db_default=False)
-    #: How often it was paused while it ran: attempts that were not lost.
+    #: Number of pauses while it ran: attempts that were not lost.
     num_pauses = models.PositiveSmallIntegerField(default=0, db_default=0)
-    #: Attempts in a row whose trainer was lost before the run's state was saved anew.
+    #: Number of attempts in a row whose trainer was lost before a new state was saved.
     num_lost = models.PositiveSmallIntegerField(default=0, db_default=0)
     #: The step of the newest state that was sent to the object store; null: none is there.
     stored_step = models.PositiveIntegerField(null=True)
     #: The bytes of that state, which count in the tenant's storage.
     stored_bytes = models.PositiveBigIntegerField(default=0, db_default=0)
-    #: How often it was started.
+    #: Number of starts.
     attempts = models.PositiveSmallIntegerField(default=0)
     #: After this time an active run counts as lost: its message, or its trainer.
     lease_until = models.DateTimeField(null=True, db_index=True)
@@ -249,7 +249,7 @@ class TrainingRun(PublicIdModel):
     started_at = models.DateTimeField(null=True)
     finished_at = models.DateTimeField(null=True)
 
-    #: Of the rows that it trains on; null in runs made before this was kept.
+    #: Number of rows that it trains on; null in old runs.
     num_rows = models.PositiveIntegerField(null=True)
     # Files of /v1/files whose rows it has. No foreign keys: a job is shown as it was.
     training_file_id = models.UUIDField(null=True)
@@ -261,7 +261,7 @@ class TrainingRun(PublicIdModel):
     #: As in `model` of a request: `name@n`; empty: it begins from PEFT's initial adapter.
     warm_start_name = models.CharField(max_length=80, blank=True, default="", db_default="")
     metadata = models.JSONField(null=True)
-    #: The tokens that were read, each as often as it was; null until it has ended.
+    #: Number of tokens read, repetitions included; null until it has ended.
     trained_tokens = models.BigIntegerField(null=True)
     #: The CSV of its metrics, a file of /v1/files.
     result_file_id = models.UUIDField(null=True)
@@ -314,7 +314,7 @@ class TrainingEvent(PublicIdModel):
 
 
 class TrainingCheckpoint(TenantModel):
-    """The adapter as it was after a step of a run, kept as a version: see `training.kept_adapters`.
+    """The adapter after a step of a run, kept as a version: see `training.kept_adapters`.
 
     It is deleted with its version or its run; at most `checkpoints` of a run's hyperparameters.
     """
@@ -341,7 +341,7 @@ class Schedule(TenantModel):
     """The times of an adapter's retraining: a cron line in a time zone, and its rules."""
 
     class Misfire(models.TextChoices):
-        """What becomes of slots that could not run within the grace period."""
+        """The rule for slots that could not run within the grace period."""
 
         RUN_ONCE = "run_once", "run once as soon as possible"
         SKIP = "skip", "wait for the next slot"
@@ -356,14 +356,14 @@ class Schedule(TenantModel):
     timezone = models.CharField(max_length=64, default="UTC")
     hyperparameters = models.JSONField(default=dict)
     is_paused = models.BooleanField(default=False)
-    #: Whether slots are skipped if nothing is new since the adapter's last run.
+    #: True if slots are skipped when nothing is new since the adapter's last run.
     skip_unchanged = models.BooleanField(default=True, db_default=True)
     #: The hours of the day in which its runs may begin, `22:00-06:00` in its time zone; "": all.
     window = models.CharField(max_length=11, blank=True, default="", db_default="")
     misfire = models.CharField(
         max_length=16, choices=Misfire, default=Misfire.RUN_ONCE, db_default="run_once"
     )
-    #: A slot that runs at most so much later is on time.
+    #: Time by which a slot may be late.
     grace = models.DurationField(default=dt.timedelta(hours=1), db_default=dt.timedelta(hours=1))
     #: Slots that run in 24 hours at most; None: all.
     max_runs_per_day = models.PositiveSmallIntegerField(null=True)
@@ -371,7 +371,7 @@ class Schedule(TenantModel):
     next_run_at = models.DateTimeField(db_index=True)
     #: A missed slot that is to run as soon as possible.
     owed_slot = models.DateTimeField(null=True)
-    #: Its window is closed until then.
+    #: End of the time in which its window is closed.
     not_before = models.DateTimeField(null=True)
 
     def __str__(self) -> str:
@@ -379,7 +379,7 @@ class Schedule(TenantModel):
 
 
 class ScheduleRun(TenantModel):
-    """What became of one slot of a schedule; unique, so a slot fires only once.
+    """The outcome of one slot of a schedule; unique, so a slot fires only once.
 
     `training.history` bounds their number.
     """
@@ -414,11 +414,11 @@ class ScheduleRun(TenantModel):
     trigger = models.CharField(
         max_length=16, choices=Trigger, default=Trigger.CLOCK, db_default="clock"
     )
-    #: Rows of the dataset at the adapter's run before; None: it had none.
+    #: Number of the dataset's rows at the adapter's run before; None: it had none.
     rows_before = models.PositiveIntegerField(null=True)
-    #: When nothing more was to happen: its run ended.
+    #: Time when it was finished: its run ended.
     concluded_at = models.DateTimeField(null=True)
-    #: When it was part of what the morning's event tells.
+    #: Time of the morning's event that includes it.
     reported_at = models.DateTimeField(null=True)
 
     class Meta:
@@ -439,11 +439,11 @@ class ScheduleRun(TenantModel):
 
     @property
     def state(self) -> str:
-        """What to show: the status, or how the run that it started stands."""
+        """Return the state to show: the status, or that of the run that it started."""
         run = self.training_run
         return run.status if self.status == self.Status.RAN and run is not None else self.status
 
     @property
     def why(self) -> str:
-        """The reason in words; "" if there is none."""
+        """Return the reason in words; "" if there is none."""
         return str(self.Reason(self.reason).label) if self.reason else ""

@@ -1,6 +1,6 @@
 """Let a run wait until somebody resumes it. It keeps its place among its tenant's runs.
 
-One that had begun writes its state before it stops, and goes on from there.
+A running one writes its state before it stops, and continues from there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from controlplane.training.models import TrainingRun
 
 Status = TrainingRun.Status
 
-#: Of one run; each may cost what was trained until then.
+#: Largest number of a run's pauses; each may lose training since the last state.
 MAX_PAUSES = 100
 
 
 def training_run_pause(*, run: TrainingRun) -> TrainingRun:
-    """Pause a run; a running one stops within seconds. Doing it again changes nothing.
+    """Pause a run; a running one stops within seconds. A repeated call changes nothing.
 
     Raises Conflict when the run has ended, is publishing, or was paused too often.
     """
@@ -29,7 +29,9 @@ def training_run_pause(*, run: TrainingRun) -> TrainingRun:
     if run.status == Status.PAUSED or run.pause_requested:
         return run
     if run.num_pauses >= MAX_PAUSES:
-        raise Conflict(f"A run can be paused {MAX_PAUSES} times while it runs.")
+        raise Conflict(
+            f"A run can be paused only {MAX_PAUSES} times while it runs: cancel it, or let it end."
+        )
     raise Conflict(f"The run is {run.status} and can no longer be paused.")
 
 
@@ -48,7 +50,7 @@ def _request_pause(run: TrainingRun) -> None:
 
 @transaction.atomic
 def training_run_resume(*, run: TrainingRun) -> TrainingRun:
-    """Queue a paused run again. Doing it again changes nothing. Raises Conflict."""
+    """Queue a paused run again. A repeated call changes nothing. Raises Conflict."""
     rows = TrainingRun.objects.filter(pk=run.pk, cancel_requested=False)
     # One that has not stopped yet is queued again once it has.
     is_resumed = rows.filter(status=Status.PAUSED).update(

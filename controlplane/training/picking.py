@@ -18,19 +18,19 @@ from controlplane.usage.models import TrainingUsage
 
 Status = TrainingRun.Status
 
-#: A run whose trainer was lost so often in a row may be the reason, and is trained by itself.
+#: Number of lost trainers in a row from which a run is trained alone: it may be the reason.
 LOST_TOGETHER = 2
 #: Attempts lost in a row without progress -> seconds from the beginning of the last to the next, so
-#: that a run is not given up for what happens to its trainers within a minute.
+#: that a run is not given up for losses of trainers within a minute.
 WAITS_S = {3: 30, 4: 60, 5: 120}
-#: A tenant's device seconds count for so long.
+#: Time for which a tenant's device seconds count.
 QUOTA_WINDOW = dt.timedelta(hours=24)
 
 
 def next_run(*, beside: TrainingRun | None = None) -> TrainingRun | None:
     """Return the run to start next, of all tenants; None when none may start.
 
-    beside  a run that it is to be trained together with: another one of the same base model
+    beside  a run with which it will be trained: another one of the same base model
     """
     with all_tenants(reason="the next run is chosen among all tenants"):
         runs = runs_that_may_begin()
@@ -41,10 +41,10 @@ def next_run(*, beside: TrainingRun | None = None) -> TrainingRun | None:
 
 
 def next_to_join(beside: TrainingRun) -> TrainingRun | None:
-    """Return the run to start next, of all tenants, if it may be trained together with `beside`.
+    """Return the run to start next, of all tenants, if it may be trained with `beside`.
 
-    None also if the next one is of another base model, or is to be trained by itself: it does not
-    wait longer because runs that come after it join a batch.
+    None also if the next one has another base model, or must be trained alone: it must not wait
+    longer because later runs join a batch.
     """
     with all_tenants(reason="the next run is chosen among all tenants"):
         runs = runs_that_may_begin().select_related("adapter")
@@ -62,7 +62,7 @@ def runs_that_may_begin() -> QuerySet[TrainingRun]:
     """
     if window_opens_at() is not None:
         return TrainingRun.objects.none()
-    # Asked of each tenant once, not of each run.
+    # Computed once for each tenant, not for each run.
     with_room = Tenant.objects.annotate(
         num_running=num_of_tenant(Status.RUNNING, tenant="pk"),
         most_running=quotas.allowed_to_each("training_at_once", tenant="pk"),
@@ -86,7 +86,7 @@ def _queued() -> QuerySet[TrainingRun]:
 
 
 def some_that_may_begin(most: int) -> list[TrainingRun]:
-    """Return up to so many queued runs, in the current scope, that may begin."""
+    """Return up to this number of queued runs, in the current scope, that may begin."""
     active = runs_that_may_begin().filter(tenant__status=Tenant.Status.ACTIVE)
     return list(active.order_by()[:most])
 
@@ -114,7 +114,7 @@ def first_that_wait_for_quota() -> QuerySet[TrainingRun]:
 
 
 def device_seconds_used() -> int:
-    """Return what trainings of the tenant in scope used of a device in the last 24 hours."""
+    """Return the device seconds that the tenant in scope used in the last 24 hours."""
     since = timezone.now() - QUOTA_WINDOW
     rows = TrainingUsage.objects.filter(occurred_at__gt=since)
     return int(rows.aggregate(sum=Sum("device_ms", default=0))["sum"] // 1000)

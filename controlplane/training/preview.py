@@ -17,7 +17,7 @@ MAX_PREVIEW = 100
 
 
 def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[str, Any]]:
-    """Return up to `limit` rows with their lines' numbers; fewer when they are long.
+    """Return up to `limit` rows with their lines' numbers; fewer if they are long.
 
     Raises PermissionDenied for captured requests that `by` may not read, Conflict when the rows
     were replaced just now, or Unavailable.
@@ -32,12 +32,12 @@ def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[st
             if len(content) == most:
                 break
     except storage.ObjectMissing as error:
-        raise Conflict("The rows were replaced just now. Ask again.") from error
+        raise Conflict("The rows were replaced just now: repeat the request.") from error
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
     lines = content.split(b"\n")
     if len(content) == most:
-        lines.pop()  # it is cut
+        lines.pop()  # the last one is incomplete
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip() and len(rows) < limit:
@@ -46,7 +46,7 @@ def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[st
 
 
 def _row(line: bytes) -> Any:
-    """Return a row; None for one of before that cannot be written as JSON."""
+    """Return a row; None for an old one that cannot be written as JSON."""
     try:
         row = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
         json.dumps(row, ensure_ascii=False).encode()

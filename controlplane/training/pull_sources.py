@@ -1,4 +1,4 @@
-"""Where rows are pulled from: a bucket of the tenant's, or a dataset of the operator's Hub.
+"""The sources of rows: a bucket of the tenant's, or a dataset of the operator's Hub.
 
 Credentials are stored encrypted, and sent to their owner alone. Neither they nor a signed address
 are logged, or told in an error.
@@ -26,7 +26,7 @@ from controlplane.infra.outbound_policy import Refused
 from controlplane.infra.s3_requests import Bucket
 
 PURPOSE = b"dataset source"
-#: Of one source; more need a longer prefix.
+#: Largest number of a source's objects; more need a longer prefix.
 MAX_OBJECTS = 1000
 _MAX_LIST_BYTES = 8 << 20
 _BOUNDS = Bounds(
@@ -44,7 +44,7 @@ _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class PullFailed(Exception):
-    """Rows cannot be pulled; the message is for the tenant. Not final: they may be later."""
+    """Rows cannot be pulled; the message is for the tenant. A later pull may succeed."""
 
     def __init__(self, message: str, *, is_final: bool = True) -> None:
         super().__init__(message)
@@ -80,15 +80,15 @@ def s3_place(place: Mapping[str, Any], secrets: Mapping[str, str]) -> S3Place:
     if urlsplit(endpoint).path or urlsplit(endpoint).query:
         raise InvalidRequest("An endpoint is an address without a path.", param="endpoint")
     if not s3_requests.BUCKET.fullmatch(str(place.get("bucket", ""))):
-        raise InvalidRequest("This is no name of a bucket.", param="bucket")
+        raise InvalidRequest("This is not the name of a bucket.", param="bucket")
     if not _REGION.fullmatch(str(place.get("region", ""))):
-        raise InvalidRequest("This is no region.", param="region")
+        raise InvalidRequest("This is not a region, such as eu-central-1.", param="region")
     for name in ("access_key_id", "secret_access_key", "session_token"):
         if not _KEY.fullmatch(secrets.get(name, "")):
-            raise InvalidRequest("It is at most 2,000 visible ASCII characters.", param=name)
+            raise InvalidRequest("This must be at most 2,000 visible ASCII characters.", param=name)
     if bool(secrets.get("access_key_id")) != bool(secrets.get("secret_access_key")):
         raise InvalidRequest(
-            "Give access_key_id and secret_access_key, or none of them.", param="access_key_id"
+            "Give both access_key_id and secret_access_key, or neither.", param="access_key_id"
         )
     bucket = Bucket(
         endpoint=endpoint, region=str(place["region"]), name=str(place["bucket"]), **secrets
@@ -123,7 +123,7 @@ def unsealed(kind: str, place: Mapping[str, Any], sealed: bytes | memoryview) ->
         return PLACES[kind](place, secrets)
     except InvalidToken as error:
         raise PullFailed("Its credentials can no longer be read: set the source again.") from error
-    except InvalidRequest as error:  # the operator's rules, or the Hub, have changed since
+    except InvalidRequest as error:  # the operator's rules, or the Hub, have changed
         raise PullFailed(error.message) from error
 
 
@@ -222,4 +222,4 @@ def _called(
         # The message has no address; after a redirect it is about one that we must not tell.
         raise PullFailed(f"Its address may not be called: {error}") from error
     except CallFailed as error:
-        raise PullFailed(f"{what[:300]} was not read: {error}", is_final=False) from error
+        raise PullFailed(f"{what[:300]} could not be read: {error}", is_final=False) from error

@@ -1,8 +1,8 @@
-"""Pull rows from datasets' sources: what is new there becomes a version.
+"""Pull rows from datasets' sources: new ones become a version.
 
-Objects that were not there before are appended, and so is what was written behind the end of an
-object that was pulled already. If an object changed otherwise, all are pulled again and replace the
-rows. Objects that are gone change nothing, and a pull that finds nothing new makes no version.
+New objects are appended, and so is text behind the old end of an object that was pulled already. If
+an object changed otherwise, all are pulled again and replace the rows. Missing objects change
+nothing, and a pull that finds nothing new makes no version.
 
 A source is pulled by one process at a time, with a lease in its row. A process that is killed
 leaves its lease, and its pull is done again.
@@ -49,11 +49,11 @@ from controlplane.training.pull_sources import Place, PullFailed, Remote
 
 log = logging.getLogger(__name__)
 
-#: In all processes: with an import of an adapter, a worker of three has one free for the rest.
+#: Pulls at a time in all processes: beside an adapter's import, one of three stays free.
 MAX_AT_ONCE = 1
-#: Of a source, the newest ones are kept.
+#: Number of a source's newest pulls that are kept.
 MAX_PULLS = 50
-#: After this many in a row that failed, or were interrupted, the next one is the cron line's.
+#: Failed or interrupted pulls in a row after which the next one is the cron line's.
 MAX_FAILURES = 3
 _RETRY_AFTER = dt.timedelta(minutes=1)
 #: Longer than a call's header may take, a pause in its body, and a check of an object's rows.
@@ -70,14 +70,14 @@ class _Lease(RowLease[DatasetSource]):
         return DatasetSource.objects.filter(pk=self.row_id, fence=self.fence)
 
     def renew(self) -> None:
-        """Raises LeaseLost."""
+        """Extend the lease. Raises LeaseLost."""
         if not self.extend(self.rows(), _LEASE):
             raise LeaseLost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """An object as it was pulled."""
+    """An object as pulled."""
 
     name: str
     tag: str
@@ -87,7 +87,7 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _News:
-    """What a pull found: a file of rows, or none; and all objects as they are now.
+    """The findings of a pull: a file of rows, or none; and all present objects.
 
     appends  False: the rows replace those of before
     """
@@ -99,7 +99,7 @@ class _News:
 
 
 def pulls_due() -> bool:
-    """Whether a source of any tenant is due and nobody pulls it."""
+    """Return whether a source of any tenant is due and no process pulls it."""
     with all_tenants(reason="find sources of all tenants that are due"):
         return _due().exists()
 
@@ -134,7 +134,7 @@ def _claim() -> DatasetSource | None:
         tenants = list(_due().order_by("tenant_id").values_list("tenant_id", flat=True).distinct())
     if not tenants:
         return None
-    with tenant_scope(random.choice(tenants)):  # so that a hundred of one tenant delay nobody
+    with tenant_scope(random.choice(tenants)):  # so that one tenant's many delay no other
         due = _due().order_by("next_pull_at").first()
         if due is None or not _Lease.take(_due().filter(pk=due.pk), _LEASE):
             return None
@@ -142,13 +142,13 @@ def _claim() -> DatasetSource | None:
 
 
 def _execute(source: DatasetSource, pull: DatasetPull) -> str:
-    """Pull, and note what came of it. -> the metric's label."""
+    """Pull, and note the result. -> the metric's label."""
     lease = _Lease(source)
     lost = source.pulls.filter(status=Status.RUNNING).exclude(pk=pull.pk)
     lost.update(status=Status.FAILED, error="It was interrupted.", finished_at=timezone.now())
     try:
         if _failures_in_a_row(source) >= MAX_FAILURES and _was_interrupted(source):
-            raise PullFailed("It was interrupted again and again.")
+            raise PullFailed("It was interrupted too often: ask for a pull later.")
         _pull(source, pull, lease)
     except LeaseLost:  # replaced by another process, or deleted with its source
         return "lost"
@@ -161,7 +161,13 @@ def _execute(source: DatasetSource, pull: DatasetPull) -> str:
         return _fail(source, pull, lease, "The platform's store did not answer.", is_final=False)
     except Exception:
         log.exception("a pull failed", extra={"source_id": str(source.pk)})
-        return _fail(source, pull, lease, "The platform failed; its log has why.", is_final=True)
+        return _fail(
+            source,
+            pull,
+            lease,
+            "The server failed on this pull: send the operator the dataset's name.",
+            is_final=True,
+        )
     return pull.status
 
 
@@ -201,14 +207,14 @@ def _end(
     *,
     retry_at: dt.datetime | None = None,
 ) -> None:
-    """Note the pull's end, and when the next one is. Raises LeaseLost."""
+    """Note the pull's end, and the time of the next one. Raises LeaseLost."""
     try:
         slot = sources.next_slot(source.cron, source.timezone)
     except InvalidRequest:  # the time zone database has changed since
         slot = None
     at = min((moment for moment in (slot, retry_at) if moment), default=None)
     held = lease.rows().filter(lease_until__gt=timezone.now())
-    # Who asked for a pull meanwhile gets one that begins later than that.
+    # A request for a pull in between gets one that begins after the request.
     is_as_it_was = When(next_pull_at=source.next_pull_at, then=Value(at, DateTimeField()))
     next_at = Case(is_as_it_was, default=F("next_pull_at"))
     if not held.update(lease_until=None, next_pull_at=next_at, seen=source.seen):
@@ -220,7 +226,7 @@ def _end(
 
 
 def _pull(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
-    """Raises PullFailed, LeaseLost, ApiError, STORE_OUTAGE."""
+    """Pull the source once. Raises PullFailed, LeaseLost, ApiError, STORE_OUTAGE."""
     if source.kind == DatasetSource.Kind.CAPTURED:
         _pull_captured(source, pull, lease)
         return
@@ -246,7 +252,7 @@ def _pull(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
 
 
 def _pull_captured(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> None:
-    """Add the captured requests whose rows the dataset does not have. Raises as `_pull`."""
+    """Add the captured requests whose rows the dataset lacks. Raises as `_pull`."""
     wanted = captured_rows.source_filter(source.place)
     lease.renew()
     pull.status = Status.UNCHANGED
@@ -265,7 +271,7 @@ def _pull_captured(source: DatasetSource, pull: DatasetPull, lease: _Lease) -> N
 
 
 def _stored(source: DatasetSource, news: _News, lease: _Lease) -> Rows:
-    """Put the file of rows into the store. Raises what `content_begin` raises."""
+    """Put the file of rows into the store. Raises as `content_begin`."""
     tenant_id, num_bytes = source.tenant_id, news.path.stat().st_size
     sha256 = _sha256(news.path, num_bytes)
     lease.renew()
@@ -276,7 +282,7 @@ def _stored(source: DatasetSource, news: _News, lease: _Lease) -> Rows:
 
 
 class _Reading:
-    """Reads a source's objects into a folder, and finds what is new in them."""
+    """A reader of a source's objects into a folder, which finds the new rows."""
 
     def __init__(self, source: DatasetSource, place: Place, lease: _Lease, folder: Path) -> None:
         self._tenant_id, self._place, self._lease = source.tenant_id, place, lease
@@ -285,10 +291,10 @@ class _Reading:
         self._num_bytes = self._num_rows = 0
 
     def news(self) -> _News | None:
-        """Return what is new; None: nothing."""
+        """Return the news; None: there are none."""
         found = self._place.listed()
         if not found and not self._before:
-            raise PullFailed("There is no object whose name ends in .jsonl.")
+            raise PullFailed("There is no object whose name ends in .jsonl: check the prefix.")
         changed = [each for each in found if self._is_changed(each)]
         if not changed and all(each.name in self._before for each in found):
             return None
@@ -304,7 +310,7 @@ class _Reading:
             seen = {remote.name: self._read(remote) for remote in found}
             appends = False
         if not self._num_rows:
-            raise PullFailed("There are no rows.")
+            raise PullFailed("The objects have no rows.")
         return _News(self._path, self._num_rows, appends, list(seen.values()))
 
     def _is_changed(self, remote: Remote) -> bool:
@@ -312,7 +318,7 @@ class _Reading:
         return known is not None and known.tag != remote.tag
 
     def _read(self, remote: Remote, after: _Seen | None = None) -> _Seen:
-        """Add an object's rows to the file; only those behind what it was. Raises _Rewritten."""
+        """Add an object's new rows, those behind its old end, to the file. Raises _Rewritten."""
         sha256 = hashlib.sha256()
         with self._place.opened(remote, settings.MAX_DATASET_BYTES) as answer:
             with self._one.open("wb") as file:
@@ -325,7 +331,7 @@ class _Reading:
                         renewed_at = time.monotonic()
         stated = answer.headers.get("Content-Length")
         if stated not in (None, str(self._one.stat().st_size)):
-            raise PullFailed(f"{remote.name[:300]} ended too early.", is_final=False)
+            raise PullFailed(f"{remote.name[:300]} ended before its stated length.", is_final=False)
         start = 0 if after is None else self._end_of(after)
         self._check(remote, start)
         self._add(start)
@@ -340,7 +346,7 @@ class _Reading:
         with self._one.open("rb") as file:
             file.seek(after.num_bytes - 1)
             around = file.read(2)
-        if len(around) == 2 and b"\n" not in around:  # its last row was written on
+        if len(around) == 2 and b"\n" not in around:  # its last row was continued
             raise _Rewritten
         return after.num_bytes
 
@@ -360,7 +366,7 @@ class _Reading:
             raise PullFailed(f"{remote.name[:300]}{behind}: {found.complaint}")
         self._num_rows += found.num_rows
         if self._num_rows > MAX_ROWS:
-            raise PullFailed(f"There are more than {MAX_ROWS} rows.")
+            raise PullFailed(f"There are more than {MAX_ROWS} rows: use a longer prefix.")
 
     def _add(self, start: int) -> None:
         last = b"\n"
@@ -372,7 +378,7 @@ class _Reading:
 
 
 class _Rewritten(Exception):
-    """An object has other bytes than it had, not only more."""
+    """Raised when an object has changed otherwise than by more bytes."""
 
 
 def _pieces(path: Path, start: int = 0) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Read how training stands, for the metrics of one process."""
+"""Read the numbers of runs and their progress, for the metrics of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Status = TrainingRun.Status
 
 
 def training() -> Iterable[Metric]:
-    """Return the runs that have not ended, by status, and how far the running ones are."""
+    """Return the runs that have not ended, by status, and the progress of running ones."""
     with all_tenants(reason="runs of all tenants are counted"):
         runs = list(
             TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE).values_list(
@@ -64,7 +64,7 @@ def training() -> Iterable[Metric]:
 
 
 def _waited_s(created_at: dt.datetime, now: dt.datetime) -> float:
-    """Return how long a run might have begun: waiting for the night is nobody's fault."""
+    """Return the time in which a run might have begun, without waits for the training window."""
     window = settings.TRAINING_WINDOW
     if window is not None:
         if not window.is_open(now):

@@ -38,21 +38,21 @@ log = logging.getLogger(__name__)
 REPORT_TASK = "controlplane.training.tasks.dataset_report"
 TIMEOUT_S = 900.0
 _MEMORY_BYTES = 3 << 30
-#: Of more bytes than these only every second row is counted in tokens, of more than twice as many
-#: every third, …: so that the time is bounded.
+#: Bytes above which only every second row is counted in tokens, above twice as many only
+#: every third, …, which bounds the time.
 COUNTED_BYTES = 256 << 20
-#: Sent again in one sweep.
+#: Number of messages sent again in one sweep.
 MAX_PER_TURN = 20
-#: A report that is pending for so long is asked for again.
+#: Time after which a pending report is asked for again.
 RESEND = dt.timedelta(minutes=30)
-#: The runs from which the speed of a base model is estimated.
+#: Number of runs from which the speed of a base model is estimated.
 _NUM_RUNS = 20
 
 Pending = Dataset.ReportStatus.PENDING
 
 
 def report_send(dataset: Dataset) -> None:
-    """Ask for a pending report. If that fails, a later sweep does it."""
+    """Queue a pending report. If that fails, a later sweep does it."""
     try:
         signature(REPORT_TASK).delay(str(dataset.tenant_id))
     except OperationalError:
@@ -60,7 +60,7 @@ def report_send(dataset: Dataset) -> None:
 
 
 def reports_sweep() -> None:
-    """Ask again for reports that are pending: their messages may be lost."""
+    """Queue pending reports again, whose messages may be lost."""
     with all_tenants(reason="find pending reports of all tenants"):
         old = Dataset.objects.filter(report_status=Pending, updated_at__lt=timezone.now() - RESEND)
         due = list(old.order_by("updated_at")[:MAX_PER_TURN])
@@ -78,7 +78,7 @@ def report_next() -> bool:
         tenants = list(pending.order_by("tenant_id").values_list("tenant_id", flat=True).distinct())
     if not tenants:
         return False
-    with tenant_scope(random.choice(tenants)):  # so that a thousand of one tenant delay nobody
+    with tenant_scope(random.choice(tenants)):  # so that one tenant's many delay no other
         pending = Dataset.objects.filter(report_status=Pending)
         dataset = pending.order_by("updated_at").first()
         if dataset is not None:
@@ -105,7 +105,7 @@ def _make(dataset: Dataset) -> None:
 
 
 class _Failed(Exception):
-    """There is no report; the message is for the tenant."""
+    """A report could not be made; the message is for the tenant."""
 
 
 def _report(dataset: Dataset) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _report(dataset: Dataset) -> dict[str, Any]:
 
 
 def _num_earlier_rows(dataset: Dataset) -> int:
-    """Return how many rows were there before others were added; 0: all are new."""
+    """Return the number of rows before others were added; 0: all are new."""
     version = dataset.versions.filter(number=dataset.version).first()
     return 0 if version is None else version.num_rows - version.added_rows
 
@@ -155,7 +155,7 @@ def _child(job: ReportJob, folder: Path) -> dict[str, Any]:
     if ended.returncode != 0 or len(answer) > MAX_ANSWER_BYTES:
         told = {"exit_code": ended.returncode, "last_lines": last_lines(stderr_path)}
         log.warning("a dataset's report failed", extra=told)
-        raise _Failed("The report could not be made.")
+        raise _Failed("The report could not be made: upload the rows again, or tell the operator.")
     report: dict[str, Any] = json.loads(answer)
     return report
 
@@ -163,10 +163,10 @@ def _child(job: ReportJob, folder: Path) -> dict[str, Any]:
 def report_of(
     dataset: Dataset, version: DatasetVersion | None = None, *, by: Principal | None = None
 ) -> dict[str, Any]:
-    """Return a dataset's report as it stands, with the time that an epoch takes on each base.
+    """Return a dataset's present report, with the time of an epoch on each base.
 
     version  an earlier one; None: the current one
-    by       who reads it; None: nobody who may read captured requests
+    by       the reader; None: one who may not read captured requests
     """
     rows, status = version or dataset, dataset.report_status
     if version is not None and version.number != dataset.version:
@@ -176,7 +176,7 @@ def report_of(
     may_read = by is not None and Permission.REQUESTS_CONTENT in by.permissions
     if not may_read and contents.has_requests(rows.sha256):
         told = _without_lines(told)
-    error = "" if told else "The next version came before the report."
+    error = "" if told else "The next version came before the report was made."
     bases = {
         name: {**counts, **_estimate(name, counts["tokens"])}
         for name, counts in told.get("bases", {}).items()
@@ -200,7 +200,7 @@ def report_of(
 
 
 def _without_lines(told: dict[str, Any]) -> dict[str, Any]:
-    """Return a report whose findings have their counts alone: what is told of a line may quote."""
+    """Return a report with counts only, because texts about lines may quote them."""
     return {
         name: _without_lines(value) if isinstance(value, dict) else [] if name == "lines" else value
         for name, value in told.items()
@@ -208,9 +208,9 @@ def _without_lines(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _estimate(base_model: str, tokens: int) -> dict[str, Any]:
-    """Return how long an epoch takes at the speed of the last runs; None: there were none.
+    """Return the time of an epoch at the speed of the last runs; None: there were none.
 
-    The speed is the machine's: runs of all tenants count, and nothing else of them is shown.
+    The speed is the machine's, so runs of all tenants count; nothing else of them is shown.
     """
     with all_tenants(reason="the speed of recent runs of a base model"):
         runs = TrainingRun.objects.filter(

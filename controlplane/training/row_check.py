@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: Fewer bytes are checked in this process: a child takes longer to start.
 IN_PROCESS_BYTES = 1 << 20
 _MEMORY_BYTES = 384 << 20
-#: A conversion holds all rows: as bytes and text, and as bytes and text of the answer.
+#: A conversion holds all rows as bytes and text, and its answer likewise.
 _CONVERSION_MEMORY_BYTES = 640 << 20
 _CPU_S, _CPU_S_PER_GB = 60, 300
 #: A busy machine gives a child a part of a core, and the store has its own pace.
@@ -38,7 +38,7 @@ _ANSWER_BYTES = 64 << 10
 
 
 def rows_check(tenant_id: uuid.UUID, pieces: Iterable[bytes], num_bytes: int) -> Lint:
-    """Return what is wrong with rows, and their number.
+    """Return the problems of rows, and the number of rows.
 
     num_bytes  of all pieces
     Raises RateLimited when several of the tenant's are being checked, InvalidRequest when the
@@ -54,7 +54,7 @@ def rows_convert(tenant_id: uuid.UUID, content: bytes, *, max_bytes: int) -> tup
     """Return rows of other formats as rows of ours, and the names of their formats; "": none.
 
     max_bytes  of the converted rows
-    Raises InvalidRequest for what does not convert without loss, and what `rows_check` raises.
+    Raises InvalidRequest for rows that would lose something, and as `rows_check`.
     """
     with dataset_checks.place(tenant_id):
         if len(content) <= IN_PROCESS_BYTES:
@@ -74,7 +74,7 @@ def rows_convert(tenant_id: uuid.UUID, content: bytes, *, max_bytes: int) -> tup
 def _in_child(
     pieces: Iterable[bytes], num_bytes: int, *, converted_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Return the answer of a child, which checks rows, or converts them into so many bytes."""
+    """Return the answer of a child, which checks rows, or converts them within a limit of bytes."""
     cpu_s = _CPU_S + _CPU_S_PER_GB * num_bytes // 2**30
     if converted_bytes is None:
         module, work, more_bytes = chat_rows_process.__name__, {}, 0
@@ -97,7 +97,7 @@ def _in_child(
             )
     except sealed_child.OverBounds as error:
         feeder.check()
-        raise InvalidRequest(f"The check of the rows was ended: {error}.") from error
+        raise InvalidRequest(f"The check of the rows was stopped: {error}. Try again.") from error
     except (sealed_child.Lost, sealed_child.Broken) as error:
         feeder.check()
         log.warning("a check of rows failed: %s", error)
@@ -113,7 +113,7 @@ def _in_child(
 
 
 class _Feeder(threading.Thread):
-    """Writes pieces into a pipe; keeps the error of whoever makes them."""
+    """A thread that writes pieces into a pipe, and keeps the error of their source."""
 
     def __init__(self, pieces: Iterable[bytes], descriptor: int) -> None:
         super().__init__(name="row-check", daemon=True)
@@ -137,14 +137,14 @@ class _Feeder(threading.Thread):
             self._error = error
 
     def check(self) -> None:
-        """Raise what the pieces raised."""
+        """Raise the error of the pieces' source, if any."""
         self.join()
         if self._error is not None:
             raise self._error
 
 
 def _read(answer: dict[str, Any]) -> Lint:
-    """Read the child's answer, of which only the form is certain. Raises Unavailable."""
+    """Read the answer of the child, which is not trusted. Raises Unavailable."""
     num_rows, told = answer.get("num_rows"), answer.get("problems")
     if type(num_rows) is int and isinstance(told, list) and len(told) <= chat_rows.MAX_PROBLEMS:
         if all(_is_problem(each) for each in told):
@@ -153,7 +153,7 @@ def _read(answer: dict[str, Any]) -> Lint:
 
 
 def _in_another_form() -> Unavailable:
-    log.error("the check of rows answered in another form")
+    log.error("the check of rows answered in the wrong form")
     return Unavailable("The rows could not be checked. Try again.")
 
 

@@ -1,6 +1,6 @@
 """The rules of a schedule beside its times: when a slot may run late, seldom or not at all. Pure.
 
-`rules_checked` checks what callers give; `plan` says what becomes of the slots that are due.
+`rules_checked` checks the rules of callers; `plan` decides about the due slots.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 def rules_of(schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule's rules as a request gives them."""
+    """Return a schedule's rules in the form of a request."""
     rules = {name: getattr(schedule, name) for name in DEFAULTS if name != "grace_s"}
     return rules | {"grace_s": round(schedule.grace.total_seconds())}
 
 
 def settings_changed(known: Schedule | None, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `services.schedule_set` for a change; what it leaves out stays.
+    """Return the arguments of `services.schedule_set` for a change; fields left out stay.
 
     changed  by its name in the API; a new schedule needs `dataset` and `cron`
     """
@@ -56,18 +56,18 @@ def settings_changed(known: Schedule | None, changed: Mapping[str, Any]) -> dict
 
 
 def rules_checked(given: Mapping[str, Any], timezone: str) -> dict[str, Any]:
-    """Return the fields of `Schedule` for rules; what is left out has its default.
+    """Return the fields of `Schedule` for rules, with defaults for those left out.
 
     Raises InvalidRequest that names the field.
     """
     rules = {**DEFAULTS, **given}
     for name in rules.keys() - DEFAULTS.keys():
-        raise InvalidRequest("There is no such field.", param=name[:60])
+        raise InvalidRequest("There is no such field: remove it.", param=name[:60])
     if type(rules["skip_unchanged"]) is not bool:
-        raise InvalidRequest("It is true or false.", param="skip_unchanged")
+        raise InvalidRequest("This must be true or false.", param="skip_unchanged")
     if rules["misfire"] not in Schedule.Misfire.values:
         choices = ", ".join(Schedule.Misfire.values)
-        raise InvalidRequest(f"It is one of {choices}.", param="misfire")
+        raise InvalidRequest(f"This must be one of {choices}.", param="misfire")
     window_of(str(rules["window"]), timezone)
     fewest, most = (int(bound.total_seconds()) for bound in (MIN_GRACE, MAX_GRACE))
     seconds = rules.pop("grace_s")
@@ -91,12 +91,12 @@ def window_of(text: str, timezone: str) -> DailyWindow | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What becomes of the slots that are due.
+    """The decision on due slots.
 
     fire    the slot that runs now; None: none does
-    merged  slots that this run stands for, as they are on time
-    missed  slots that nobody made in time
-    owed    a missed slot that runs as soon as it may
+    merged  slots on time that this run also covers
+    missed  slots that did not run in time
+    owed    a missed slot that runs as soon as possible
     waits   slots that may still run on time: they stay due
     """
 

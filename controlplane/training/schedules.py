@@ -1,11 +1,11 @@
-"""Start a training run for every schedule that is due, and note what became of each slot.
+"""Start a training run for every schedule that is due, and note the outcome of each slot.
 
 A slot fires exactly once: the schedule's row is locked while its run is made, its history written
 and its next slot set, in one transaction; and (schedule, slot) is unique. A slot waits while the
-adapter's last run goes on, the tenant's quota is used up, or the window is closed. Within the
-schedule's grace period it is on time; of several the newest runs. Later it is missed, which is told
-at once; with the policy `run_once` the newest missed slot runs when it may. A schedule of a base
-model that is switched off or shut down does not fire.
+adapter's last run is active, the tenant's quota is used up, or the window is closed. Within the
+schedule's grace period it is on time; of several the newest runs. Later it is missed, which is
+published at once; with the policy `run_once` the newest missed slot runs when it may. A schedule of
+a base model that is switched off or shut down does not fire.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from controlplane.training.schedule_rules import plan, window_of
 
 log = logging.getLogger(__name__)
 
-#: The most schedules that one tick looks at; the next tick continues.
+#: Number of schedules that one tick handles; the next tick continues.
 MAX_PER_TICK = 500
-#: Of one outage, the newest slots are in the history.
+#: Number of an outage's newest slots that are in the history.
 MAX_SLOTS = 60
 _DAY = dt.timedelta(days=1)
 _RELATED = ("adapter", "dataset", "validation_dataset")
@@ -52,7 +52,7 @@ Reason = ScheduleRun.Reason
 
 
 def schedules_fire(now: dt.datetime | None = None) -> int:
-    """Fire the schedules that are due at `now` (default: the present). -> how many runs were made.
+    """Fire the schedules that are due at `now` (default: the present). -> the number of runs made.
 
     Slots that are missed are noted, too. Any number of calls may run at the same time.
     """
@@ -88,13 +88,13 @@ def _due(now: dt.datetime) -> QuerySet[Schedule]:
 
 
 def _overdue(now: dt.datetime) -> QuerySet[Schedule]:
-    """Return schedules whose slot can no longer run on time, whatever keeps them."""
+    """Return schedules whose slot can no longer run on time."""
     ends = ExpressionWrapper(F("next_run_at") + F("grace"), output_field=DateTimeField())
     return _active().annotate(late_at=ends).filter(late_at__lt=now)
 
 
 def _free(rows: QuerySet[Schedule], now: dt.datetime) -> QuerySet[Schedule]:
-    """Return those that may make a run now, as far as the database knows."""
+    """Return the schedules that may make a run now, by the database's rows."""
     rows = rows.annotate(
         tenants_runs=picking.num_of_tenant(*TrainingRun.ACTIVE),
         tenants_most=quotas.allowed_to_each("training_runs"),
@@ -118,7 +118,7 @@ def _going() -> QuerySet[TrainingRun]:
 def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
     """Decide about the schedule's due slots. -> whether a run was made.
 
-    Nothing is left to do if another tick does it or did it.
+    Does nothing if another tick handles the schedule.
     """
     schedule = (
         _due(now)
@@ -144,7 +144,7 @@ def _fire(schedule_id: uuid.UUID, now: dt.datetime) -> bool:
             schedule.next_run_at = cron.next_slot(schedule.cron, schedule.timezone, slots[-1])
         elif found.waits:
             schedule.next_run_at = found.waits[0]
-    except ValueError:  # the line was valid when set: the time zone database has changed since
+    except ValueError:  # the line was valid when set: the time zone database has changed
         _pause(schedule)
         return False
     schedule.owed_slot = found.owed
@@ -158,7 +158,7 @@ def _slots(schedule: Schedule, now: dt.datetime) -> Sequence[dt.datetime]:
     """Return the slots that are due and not in the history yet."""
     first, line = schedule.next_run_at, (schedule.cron, schedule.timezone)
     slots = cron.slots_until(*line, first, now, most=MAX_SLOTS)
-    # A clock that went back, and a schedule that was set then, name a slot again.
+    # After a clock went back, a schedule set then names a slot again.
     known = set(schedule.runs.filter(slot__in=slots).values_list("slot", flat=True))
     if slots and known.issuperset(slots):
         schedule.next_run_at = cron.next_slot(*line, slots[-1])
@@ -166,7 +166,7 @@ def _slots(schedule: Schedule, now: dt.datetime) -> Sequence[dt.datetime]:
 
 
 def _what_keeps(schedule: Schedule, now: dt.datetime) -> Reason | None:
-    """Return why no run may be made now; set when the window opens."""
+    """Return why no run may be made now; set the time when the window opens."""
     window = window_of(schedule.window, schedule.timezone)
     is_open = window is None or window.is_open(now)
     schedule.not_before = None if window is None or is_open else window.opens_at(now)
@@ -187,7 +187,7 @@ def _pause(schedule: Schedule) -> None:
 
 
 def _make(schedule: Schedule, slot: dt.datetime, now: dt.datetime) -> bool:
-    """Make the run of a slot, unless there is no need. -> whether there is one now."""
+    """Make the run of a slot, unless nothing is new. -> whether there is one now."""
     if schedule.skip_unchanged and _is_unchanged(schedule):
         history.slots_note(schedule, [slot], Reason.UNCHANGED, now)
         return False
@@ -217,7 +217,7 @@ def _is_unchanged(schedule: Schedule) -> bool:
 
 
 def windows_close(now: dt.datetime | None = None) -> int:
-    """Cancel runs of schedules that did not begin before their window closed. -> how many."""
+    """Cancel runs of schedules that did not begin before their window closed. -> their number."""
     now = now or timezone.now()
     with all_tenants(reason="find runs whose schedule's window has closed"):
         waiting = ScheduleRun.objects.filter(
@@ -238,9 +238,9 @@ def windows_close(now: dt.datetime | None = None) -> int:
 
 @transaction.atomic
 def schedule_run_now(schedule: Schedule, *, created_by: User | None = None) -> ScheduleRun:
-    """Start the schedule's run now, whatever its rules say; its slots stay as they are.
+    """Start the schedule's run now, regardless of its rules; its slots stay as they are.
 
-    Raises Conflict while a run of the adapter goes on or when its base model was shut down,
+    Raises Conflict if the adapter has an active run or its base model was shut down,
     RateLimited when the tenant has too many runs, NotFound when the schedule is gone.
     """
     rows = Schedule.objects.filter(pk=schedule.pk)
@@ -248,7 +248,9 @@ def schedule_run_now(schedule: Schedule, *, created_by: User | None = None) -> S
     if found is None:
         raise NotFound("The adapter has no schedule.")
     if rows.filter(Exists(_going())).exists():
-        raise Conflict("A training run of the adapter has not ended.", code="run_active")
+        raise Conflict(
+            "A training run of the adapter has not ended: wait, or cancel it.", code="run_active"
+        )
     if not rows.filter(is_serving("adapter__base_model__")).exists():
         raise Conflict("Its base model is switched off or was shut down.", code="base_model_off")
     row = history.slot_run(found, timezone.now(), ScheduleRun.Trigger.MANUAL, created_by=created_by)

@@ -1,8 +1,8 @@
-"""Send for the runs that may begin: put messages into the broker's queue `train`.
+"""Send messages for the runs that may begin into the broker's queue `train`.
 
-A message says that there is work; who receives it trains the run that is next. So a few messages
-are as good as one for each run, and what waits in the broker is counted before one is sent:
-however many runs are queued, and however often a tick looks, nothing is sent twice.
+A message only says that there is work; its receiver trains the next run. So a few messages are as
+good as one for each run, and waiting messages are counted before one is sent: many queued runs and
+many ticks send no superfluous ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 #: The name of the task that trains; its module imports this one.
 EXECUTE_TASK = "controlplane.training.tasks.training_run_execute"
 QUEUE = "train"
-#: So many messages wait at most; more than there are trainers.
+#: Largest number of waiting messages; more than there are trainers.
 MAX_WAITING = 64
 
 
 def run_send(run: TrainingRun) -> None:
-    """Send for a queued run, unless enough messages wait. If that fails, a later tick does it."""
+    """Send a message for a queued run, unless enough wait. If that fails, a later tick does it."""
     try:
         if _num_waiting() < MAX_WAITING:
             _send(run)
@@ -41,7 +41,7 @@ def run_send(run: TrainingRun) -> None:
 
 
 def runs_send() -> None:
-    """Send for the runs of all tenants that may begin, as many as no message waits for."""
+    """Send messages for the runs of all tenants that may begin, unless enough wait."""
     try:
         with all_tenants(reason="the runs to send for are of all tenants"):
             runs = picking.some_that_may_begin(MAX_WAITING)

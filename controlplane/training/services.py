@@ -52,16 +52,16 @@ from controlplane.training.models import (
 
 log = logging.getLogger(__name__)
 
-#: Of rows that come in one request's body.
+#: Largest length of rows in one request's body.
 MAX_DIRECT_BYTES = 32 * 1024**2
 
 Status = TrainingRun.Status
 
 
 def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Dataset:
-    """Store chat JSONL as the next version of a dataset, in place of its rows or behind them.
+    """Store chat JSONL as the next version of a dataset, which replaces or extends its rows.
 
-    Raises InvalidRequest with the invalid lines, or when there is no room for them,
+    Raises InvalidRequest with the invalid lines, or when the quota is full,
     PayloadTooLarge, RateLimited when several of the tenant are being checked, or Unavailable when
     the store does not answer.
     """
@@ -74,7 +74,7 @@ def dataset_upload(*, name: str, content: bytes, appends: bool = False) -> Datas
 def rows_convert(content: bytes) -> tuple[bytes, str]:
     """Return rows of other formats as rows of ours, and the names of their formats; "": none.
 
-    Raises InvalidRequest for what does not convert without loss, and what `rows_check` raises.
+    Raises InvalidRequest for rows that would lose something, and as `rows_check`.
     """
     if len(content) > MAX_DIRECT_BYTES:
         return content, ""
@@ -91,7 +91,7 @@ def rows_store(content: bytes, *, has_requests: bool = False) -> contents.Rows:
     if len(content) > MAX_DIRECT_BYTES:
         raise PayloadTooLarge(
             f"An upload by one request can have at most {MAX_DIRECT_BYTES} bytes. Upload more as "
-            "a file for fine-tune, and make it a version.",
+            "a file with purpose fine-tune, and make it a version.",
             param="body",
         )
     tenant_id = current_tenant_id()
@@ -254,7 +254,7 @@ def validation_check(has_rows: bool, hyperparameters: dict[str, Any]) -> None:
     for field in ("eval_steps", "patience"):
         if hyperparameters.get(field):
             raise InvalidRequest(
-                "It needs rows to validate with: a validation_share, or rows of their own.",
+                "It needs rows to validate with: set validation_share, or name a dataset of them.",
                 param=f"hyperparameters.{field}",
             )
 
@@ -272,7 +272,7 @@ def _room_in_s() -> float:
 
 
 def training_run_cancel(*, run: TrainingRun) -> TrainingRun:
-    """Cancel a run; a running one ends within seconds. Doing it again changes nothing.
+    """Cancel a run; a running one ends within seconds. A repeated call changes nothing.
 
     Raises Conflict when the run has ended or is publishing.
     """
@@ -295,7 +295,7 @@ def _request_cancel(run: TrainingRun) -> None:
 
 @transaction.atomic
 def training_run_drop(*, run: TrainingRun) -> None:
-    """End a run that waits and was cancelled; let one that is queued and was paused wait."""
+    """End a waiting run that was cancelled; let a queued run that was paused wait."""
     rows, now = TrainingRun.objects.filter(pk=run.pk), timezone.now()
     waiting = rows.filter(status__in=(Status.QUEUED, Status.PAUSED), cancel_requested=True)
     if waiting.update(status=Status.CANCELLED, finished_at=now, lease_until=None):
@@ -320,7 +320,7 @@ def schedule_set(
 ) -> Schedule:
     """Make or replace the adapter's schedule.
 
-    The first slot is the next one from now; what was missed is forgotten.
+    The first slot is the next one from now; missed ones are dropped.
 
     rules  as `schedule_rules.rules_checked` takes them
     Raises InvalidRequest that names the field, NotFound for the dataset.
@@ -421,7 +421,7 @@ def adapter_for(name: str, base_model_name: str | None) -> Adapter:
             raise
     if base_model_name not in (None, adapter.base_model.name):
         raise Conflict(
-            f"{name} is an adapter of {adapter.base_model.name}; an adapter keeps its base model.",
+            f"{name} is an adapter of {adapter.base_model.name}; choose another name.",
             param="base_model",
         )
     return adapter

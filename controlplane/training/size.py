@@ -10,7 +10,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.limits import quotas
 
 _DEFAULTS = Hyperparameters()
-#: As the trainer has it.
+#: Least number of rows, as in the trainer.
 MIN_ROWS = 2
 
 
@@ -54,7 +54,7 @@ def check_rows(num_rows: int) -> None:
     """Raise InvalidRequest for a dataset with too few rows to train on."""
     if num_rows < MIN_ROWS:
         raise InvalidRequest(
-            f"The dataset has {num_rows} row; a training needs {MIN_ROWS} at least.",
+            f"The dataset has {num_rows} row; a training needs at least {MIN_ROWS}.",
             param="dataset",
             code="too_few_rows",
         )

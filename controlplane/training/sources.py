@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 #: The name of the task that pulls; its module imports this one.
 PULL_TASK = "controlplane.training.tasks.dataset_pulls_run"
-#: Of a tenant.
+#: Largest number of a tenant's sources.
 MAX_SOURCES = 100
-#: A message that waits for so long is dropped; the next tick sends another.
+#: Time after which a waiting message is dropped; the next tick sends another.
 _MESSAGE_S = 60
 
 
@@ -84,7 +84,7 @@ def source_set(
             "cron": cron_line,
             "timezone": timezone_name,
             "next_pull_at": next_pull_at,
-            # A pull that is under way reads the old place: it changes nothing any more.
+            # A running pull reads the old place and must change nothing any more.
             "fence": known.fence + 1 if known else 0,
             "lease_until": None,
             **({} if is_same else {"seen": []}),
@@ -99,7 +99,10 @@ def _check_place(kind: str, place: Mapping[str, str]) -> None:
     if kind == DatasetSource.Kind.CAPTURED and place.get("model"):
         check_named(place["model"], "model")
     elif kind == DatasetSource.Kind.CAPTURED:
-        check_unbound("Without a model it has the requests to all models.", "model")
+        check_unbound(
+            "Without a model the source has the requests to all models: name a model.",
+            "model",
+        )
 
 
 def _fields(source: DatasetSource) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def _fields(source: DatasetSource) -> dict[str, Any]:
 
 
 def next_slot(cron_line: str, timezone_name: str) -> dt.datetime | None:
-    """Return when a source is pulled next by its cron line; None: it has none.
+    """Return the time of the next pull by the cron line; None: there is none.
 
     Raises InvalidRequest that names the field.
     """
@@ -136,7 +139,7 @@ def source_get(*, name: str) -> DatasetSource:
 
 @transaction.atomic
 def source_delete(*, source: DatasetSource) -> None:
-    """Delete a source with its history; a pull that is under way changes nothing any more."""
+    """Delete a source with its history; a running pull changes nothing any more."""
     versions.check_users(source.name)
     _check_place(source.kind, source.place)
     record("deleted", source, before=_fields(source))
@@ -145,7 +148,7 @@ def source_delete(*, source: DatasetSource) -> None:
 
 @transaction.atomic
 def pull_request(*, source: DatasetSource) -> None:
-    """Ask for a pull now. Doing it again before that one has begun changes nothing.
+    """Request a pull now. A repeated call before it has begun changes nothing.
 
     A schedule does this before it trains, and waits while `is_pulling`.
     """
@@ -156,7 +159,7 @@ def pull_request(*, source: DatasetSource) -> None:
 
 
 def is_pulling(*, source: DatasetSource) -> bool:
-    """Whether a pull is due or under way: the current version may not be the newest soon."""
+    """Return whether a pull is due or runs, so that a newer version may come soon."""
     source.refresh_from_db(fields=["next_pull_at", "lease_until"])
     now = timezone.now()
     is_due = source.next_pull_at is not None and source.next_pull_at <= now
@@ -169,7 +172,7 @@ def last_pull(source: DatasetSource) -> DatasetPull | None:
 
 
 def pulls_send() -> None:
-    """Have a worker do the pulls that are due. If that fails, a later tick does it."""
+    """Queue the pulls that are due. If that fails, a later tick does it."""
     try:
         signature(PULL_TASK).apply_async(expires=_MESSAGE_S)
     except OperationalError:

@@ -25,7 +25,7 @@ from controlplane.training.sending import EXECUTE_TASK
 @shared_task(name="controlplane.training.tasks.schedules_fire")
 def schedules_fire() -> None:
     """Start the runs that are due, and handle lost ones."""
-    show_alive("beat")  # which sends this task
+    show_alive("beat")  # because beat sends this task
     schedules.schedules_fire()
     schedules.windows_close()
     history.slots_conclude()
@@ -36,7 +36,7 @@ def schedules_fire() -> None:
 
 @shared_task(name=EXECUTE_TASK)
 def training_run_execute(tenant_id: str, run_id: str) -> None:
-    """Train the run that is next, perhaps with others: not always the one that sent this message.
+    """Train the next run, perhaps with others; it may not be the one that sent this message.
 
     If a message is delivered twice, each run is still trained once.
     """
@@ -62,5 +62,5 @@ def dataset_pulls_run() -> None:
 
 @shared_task(name=REPORT_TASK)
 def dataset_report(tenant_id: str) -> None:
-    """Make a report that is pending: it may be another than the one that sent this message."""
+    """Make a pending report, which may not be the one that sent this message."""
     reports.report_next()

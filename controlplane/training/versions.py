@@ -1,7 +1,7 @@
 """Versions of a dataset: each has rows that never change; appending makes the next one.
 
-A version that was appended to shares the bytes of those before it: what is stored anew are the
-added rows. Versions whose rows the current one has are kept, and after a pull or a restore the one
+A version with appended rows shares the bytes of those before it: only the added rows are stored.
+Versions whose rows are part of the current one are kept, and after a pull or a restore also the one
 before, so that each can be undone; others are given up, and `contents` removes their rows.
 """
 
@@ -30,32 +30,32 @@ from controlplane.training.models import (
 
 Kind = DatasetVersion.Kind
 
-#: Of a dataset: appending again needs an upload of all rows then.
+#: Largest number of a dataset's versions; then appending needs an upload of all rows.
 MAX_VERSIONS = 2000
 
 
 def name_check(name: str) -> None:
-    """Raise InvalidRequest for what is no name of a dataset."""
+    """Raise InvalidRequest for an invalid name of a dataset."""
     if not is_slug(name):
         raise InvalidRequest(str(slug_validator.message), param="name")
 
 
 def check_users(name: str) -> None:
-    """Raise PermissionDenied if a model that the caller may not name is trained on a dataset."""
+    """Raise PermissionDenied if a dataset trains a model that the caller may not name."""
     of_it = Q(dataset__name=name) | Q(validation_dataset__name=name)
     schedules = Schedule.objects.filter(of_it).values_list("adapter__name", flat=True)
     runs = TrainingRun.objects.filter(of_it, status__in=TrainingRun.ACTIVE)
     users = [*schedules, *runs.values_list("adapter__name", flat=True)]
     if not all(map(may_name, users)):
-        check_unbound("Another model is trained on this dataset.", "name")
+        check_unbound("Another model, which you may not name, is trained on this dataset.", "name")
 
 
 @transaction.atomic
 def version_add(*, name: str, rows: Rows, kind: Kind, appends: bool) -> Dataset:
-    """Make these rows a dataset's next version, alone or behind its rows; and the dataset first.
+    """Make these rows a dataset's next version, alone or appended; make the dataset first.
 
-    Rows that it has as a whole already, or as a part when they are to be appended, change nothing:
-    a request may be repeated. Raises InvalidRequest, PayloadTooLarge when it would be too large.
+    Rows that it has already, as a whole or, for appending, as a part, change nothing: a request may
+    be repeated. Raises InvalidRequest, PayloadTooLarge when it would be too large.
     """
     name_check(name)
     check_users(name)
@@ -98,7 +98,7 @@ def version_restore(*, dataset: Dataset, number: int) -> Dataset:
 
 
 def version_get(dataset: Dataset, number: int, *, param: str | None = None) -> DatasetVersion:
-    """Return a version whose rows are there. Raises NotFound, Conflict."""
+    """Return a version whose rows are stored. Raises NotFound, Conflict."""
     version = dataset.versions.filter(number=number).first()
     if version is None:
         raise NotFound(f"The dataset has no version {number}.", param=param)
@@ -113,7 +113,7 @@ def version_get(dataset: Dataset, number: int, *, param: str | None = None) -> D
 
 def _appended(dataset: Dataset, rows: Rows) -> dict[str, Any]:
     """Return the fields of the dataset with more rows behind its own."""
-    # The line end that may be missing between the two is counted.
+    # A missing line end between the two is counted.
     total, num_rows = dataset.num_bytes + 1 + rows.num_bytes, dataset.num_rows + rows.num_rows
     if total > settings.MAX_DATASET_BYTES:
         raise PayloadTooLarge(
@@ -128,7 +128,7 @@ def _appended(dataset: Dataset, rows: Rows) -> dict[str, Any]:
         )
     if dataset.versions.count() >= MAX_VERSIONS:
         raise Conflict(
-            f"A dataset can have {MAX_VERSIONS} versions. Upload its rows under another name.",
+            f"A dataset can have at most {MAX_VERSIONS} versions: upload under another name.",
             code="too_many_versions",
         )
     joined = contents.content_join(dataset.sha256, rows.sha256)
@@ -153,7 +153,7 @@ def _change(dataset: Dataset, kind: Kind, fields: dict[str, Any], *, added_rows:
 
 
 def _whole_and_beginnings(sha256: str) -> set[str]:
-    """Return the digests of rows, and of those that others were appended to for them."""
+    """Return the digests of rows, and of the earlier rows in them."""
     made = DatasetContent.objects.exclude(added="").values_list("sha256", "previous")
     joined, found = dict(made), {sha256}
     while sha256 in joined:
@@ -163,7 +163,7 @@ def _whole_and_beginnings(sha256: str) -> set[str]:
 
 
 def _note_current(dataset: Dataset) -> None:
-    """Make the current rows a version, if the release before, which knows none, stored them."""
+    """Make the current rows a version, if a release without versions stored them."""
     current = dataset.versions.filter(number=dataset.version).first()
     if current is None or current.sha256 != dataset.sha256:
         last = dataset.versions.order_by("-number").values_list("number", flat=True).first()

@@ -79,7 +79,7 @@ class UsageDay(UsageTotal):
 
 
 class TrainingUsage(TenantModel):
-    """What one attempt at a training run used; unique, so never counted twice.
+    """The use by one attempt at a training run; unique, so never counted twice.
 
     It has no reference to the run, which may be deleted.
     """
@@ -90,12 +90,12 @@ class TrainingUsage(TenantModel):
     attempt = models.PositiveIntegerField()
     adapter = models.CharField(max_length=63, blank=True)
     base_model = models.CharField(max_length=63)
-    #: The tokens that were read, each as often as it was.
+    #: Number of tokens read, repetitions included.
     trained_tokens = models.BigIntegerField()
     #: "cpu", or the GPU's name.
     device = models.CharField(max_length=64)
     is_gpu = models.BooleanField()
-    #: From the start of the trainer to its end.
+    #: Seconds from the start of the trainer to its end.
     device_ms = models.BigIntegerField()
     occurred_at = models.DateTimeField()
 

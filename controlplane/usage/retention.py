@@ -16,15 +16,15 @@ from controlplane.usage.models import UsageRecord
 
 log = logging.getLogger(__name__)
 
-#: Partitions are there for so long ahead.
+#: Time ahead for which partitions are created.
 _AHEAD = dt.timedelta(days=92)
-#: Writers wait behind a change of partitions: it gives up sooner, and the next turn tries again.
+#: Time limit of a change of partitions, for which writers wait; the next turn repeats it.
 _LOCK_TIMEOUT = "2s"
 _PIECE = 5000
 
 
 def usage_forget(*, now: dt.datetime) -> list[str]:
-    """Make the partitions to come and drop old ones. -> the names of those that were dropped.
+    """Make the partitions to come and drop old ones. -> the names of the dropped ones.
 
     Raises django.db.OperationalError when other transactions use the records for too long.
     """
@@ -43,7 +43,7 @@ def usage_forget(*, now: dt.datetime) -> list[str]:
 
 
 def _delete_elsewhere(oldest: dt.datetime) -> None:
-    """Delete old records that are in no month's partition: their time was wrong when written."""
+    """Delete old records that are in no month's partition: they were written with a wrong time."""
     with all_tenants(reason="old records of all tenants"), connection.cursor() as cursor:
         while True:
             cursor.execute(

@@ -20,7 +20,7 @@ from controlplane.usage.totals import usage_totals_add
 #: the rows, too.
 records_settled = Hook[[Sequence[DoneRecord]], None]()
 
-#: Records of one request, if there could be two, lie no further apart.
+#: Largest distance of two records of one request.
 _NEAR = dt.timedelta(days=1)
 
 
@@ -44,12 +44,12 @@ def usage_settle(records: Sequence[DoneRecord]) -> None:
 
 
 def usage_records_create(rows: Sequence[UsageRecord]) -> set[uuid.UUID]:
-    """Write the rows whose requests have none yet, and add them to the totals. -> their ids."""
+    """Write rows for requests without one, and add them to the totals. -> their ids."""
     if not rows:
         return set()
     moments = [row.occurred_at for row in rows]
     with transaction.atomic():
-        # Only in the months of these rows, so that older ones cost nothing.
+        # Search only the months of these rows, so that older ones cost nothing.
         near = UsageRecord.objects.filter(
             occurred_at__gte=min(moments) - _NEAR, occurred_at__lte=max(moments) + _NEAR
         )

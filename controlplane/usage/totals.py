@@ -38,7 +38,7 @@ select tenant_id, date_trunc('{width}', occurred_at, 'UTC') as starts_at, model,
   sum(cached_tokens)::bigint as cached_tokens, sum(completion_tokens)::bigint as completion_tokens
 from usage_usagerecord where {checked} and occurred_at >= '{since}' group by 1, 2, 3, 4
 """
-#: Of a deleted tenant only totals are left.
+#: Deleted tenants are excluded, because only totals are left of them.
 _CHECKED = (
     "tenant_id not in (select id from tenants_tenant where status in ('deleting', 'deleted'))"
 )
@@ -119,7 +119,7 @@ on conflict ({key}) do update set
   cached_tokens = usage_usageday.cached_tokens + excluded.cached_tokens,
   completion_tokens = usage_usageday.completion_tokens + excluded.completion_tokens
 """
-#: The model of usage whose adapter is not known any more.
+#: The model in the totals of usage whose adapter is unknown.
 UNKNOWN_ADAPTER = "(adapter)"
 
 
@@ -143,7 +143,7 @@ def usage_forget_names(bases: Mapping[str, str], base_models: Iterable[str]) -> 
 
 
 def _kept_since(cursor: Any) -> str:
-    """Return since when there are records; the totals of earlier times stay as they are."""
+    """Return the time of the first records; earlier totals stay as they are."""
     cursor.execute(
         "select bool_or(start is null and stop is not null), min(start) from usage_partitions"
     )

@@ -1,4 +1,4 @@
-"""What trainings used: tokens, and seconds of a CPU or a GPU."""
+"""Usage of trainings: tokens, and seconds of a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def training_usage_add(
     is_gpu: bool,
     seconds: float,
 ) -> None:
-    """Write what one attempt at a run used; a second call for it changes nothing."""
+    """Write the usage of one attempt at a run; a second call for it changes nothing."""
     row = TrainingUsage(
         run_id=run_id,
         attempt=attempt,
@@ -40,7 +40,7 @@ def training_usage_add(
 
 
 def training_usage_remove(run_id: uuid.UUID, attempt: int) -> int:
-    """Take back what was written of an attempt that turns out to be lost. -> its tokens."""
+    """Remove the usage of an attempt that turns out to be lost. -> its tokens."""
     rows = TrainingUsage.objects.filter(run_id=run_id, attempt=attempt)
     tokens = sum(rows.values_list("trained_tokens", flat=True))
     rows.delete()

@@ -1,1 +1,1 @@
-"""Tell a tenant's servers and people what happened: webhooks and mails about events."""
+"""Webhooks and mails that tell a tenant's servers and people about events."""

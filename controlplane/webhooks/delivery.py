@@ -41,17 +41,17 @@ log = logging.getLogger(__name__)
 #: Seconds from an attempt to the next; about two days in all.
 RETRIES_S = (5, 300, 1800, 2 * 3600, 5 * 3600, 10 * 3600, 14 * 3600, 20 * 3600)
 MAX_ATTEMPTS = len(RETRIES_S) + 1
-#: Each pause is up to this part shorter or longer.
+#: Share by which a pause is randomly shorter or longer.
 JITTER = 0.2
 TIMEOUT_S = 10.0
-#: A webhook that gave up on an event and did not take any other for so long is disabled.
+#: Time without a delivery after which a webhook that gave up on an event is disabled.
 DISABLED_AFTER = dt.timedelta(hours=36)
 MAX_AT_ONCE = 16
 MAX_OF_TENANT = 2
-#: Longer than any call.
+#: Time of a lease, longer than any call.
 _LEASE = dt.timedelta(seconds=60)
 _CANDIDATES = 200
-#: How often events are looked for that came meanwhile.
+#: Interval at which new events are looked for.
 _LOOK_S = 0.5
 _BOUNDS = Bounds(connect_s=5.0, total_s=TIMEOUT_S, max_bytes=0)
 _GONE = 410
@@ -61,7 +61,7 @@ Status = WebhookDelivery.Status
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One attempt, with all that the thread needs that makes it."""
+    """One attempt, with all values that its thread needs."""
 
     tenant_id: uuid.UUID
     endpoint_id: uuid.UUID
@@ -69,7 +69,7 @@ class Call:
     url: str
     headers: dict[str, str]
     body: bytes
-    #: What its process wrote into the webhook's row, and no other process.
+    #: The fence that its process wrote into the webhook's row.
     lease_until: dt.datetime
 
 
@@ -87,9 +87,9 @@ class Outcome:
 def deliver_due(for_s: float, look: Callable[[], object] = lambda: None) -> bool:
     """Deliver what is due; begin no call after `for_s` seconds. -> whether more may be due.
 
-    With one exception: while the last calls run, tenants that have none of them do not wait.
+    Exception: while the last calls run, tenants without one of them still begin calls.
 
-    look  called every `_LOOK_S`, to find what came meanwhile
+    look  called every `_LOOK_S`, to find new events
     """
     ends_at = time.monotonic() + for_s
     looks_at = time.monotonic() + _LOOK_S
@@ -117,7 +117,7 @@ def deliver_due(for_s: float, look: Callable[[], object] = lambda: None) -> bool
 
 
 def _claim(running: list[Call], most_of_tenant: int = MAX_OF_TENANT) -> list[Call]:
-    """Take the webhooks that are next, as far as there are places."""
+    """Take the next webhooks, as many as there are places."""
     room = MAX_AT_ONCE - len(running)
     if room <= 0:
         return []
@@ -196,13 +196,13 @@ def _keys(endpoint: WebhookEndpoint, now: dt.datetime) -> list[str]:
 
 
 def _pause(attempts: int) -> dt.timedelta:
-    """Return the time until the next attempt, after so many."""
+    """Return the time until the next attempt, after this number of them."""
     usual = RETRIES_S[min(attempts, len(RETRIES_S)) - 1]
     return dt.timedelta(seconds=usual * random.uniform(1 - JITTER, 1 + JITTER))
 
 
 def _call(call: Call) -> Outcome:
-    """Make the call; in a thread, without the database."""
+    """Make the call. Runs in a thread, without the database."""
     began_at = time.monotonic()
     status, error = None, ""
     try:
@@ -215,19 +215,19 @@ def _call(call: Call) -> Outcome:
         error = str(failure)
     except Exception:
         log.exception("a webhook could not be called")
-        error = "It could not be called."
+        error = "It could not be called: an error of the platform."
     return Outcome(status, error[:200], int((time.monotonic() - began_at) * 1000))
 
 
 @transaction.atomic
 def _conclude(call: Call, outcome: Outcome) -> None:
-    """Write an attempt's outcome, and let the webhook go."""
+    """Write an attempt's outcome, and release the webhook."""
     now = timezone.now()
     endpoint = WebhookEndpoint.objects.select_for_update().filter(pk=call.endpoint_id).first()
     delivery = WebhookDelivery.objects.filter(pk=call.delivery_id).first()
     WEBHOOK_ATTEMPTS.labels("succeeded" if outcome.is_success else "failed").inc()
     if endpoint is None or delivery is None:
-        return  # it was deleted meanwhile
+        return  # it was deleted during the call
     if endpoint.lease_until != call.lease_until and not outcome.is_success:
         return  # this process was asleep, and another has the webhook: its attempt counts
     delivery.response_status, delivery.error = outcome.status, outcome.error
@@ -246,7 +246,7 @@ def _conclude(call: Call, outcome: Outcome) -> None:
     endpoint.save(update_fields=["lease_until", "failing_since"])
     log.info("webhook called", extra=_log_fields(call, delivery, outcome))
     if outcome.status == _GONE:
-        _disable(endpoint, "It answered 410: it is gone for good.")
+        _disable(endpoint, "It answered 410 (Gone).")
     elif delivery.status == Status.FAILED and endpoint.failing_since is not None:
         if now - endpoint.failing_since >= DISABLED_AFTER:
             _disable(endpoint, f"It failed for {(now - endpoint.failing_since).days + 1} days.")

@@ -17,9 +17,9 @@ from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
 
 log = logging.getLogger(__name__)
 
-#: Deliveries that may wait for one webhook; later events are not for it.
+#: Most deliveries that wait for a webhook; it does not get later events.
 MAX_PENDING = 1000
-#: Events, their deliveries and mails are kept for so long.
+#: Time for which events, their deliveries and mails are kept.
 KEPT = dt.timedelta(days=30)
 _EVENTS = 200
 _OF_TENANT = 20
@@ -27,7 +27,7 @@ _ROWS = 1000
 
 
 def events_fan_out() -> int:
-    """Handle new events of all tenants, oldest first, of each tenant some. -> how many."""
+    """Handle new events of all tenants, oldest first, some of each tenant. -> their number."""
     place = Window(RowNumber(), partition_by="tenant_id", order_by=("created_at", "pk"))
     with all_tenants(reason="find new events of all tenants"):
         waiting = OutboxEvent.objects.filter(fanned_out_at=None).annotate(place=place)
@@ -40,7 +40,7 @@ def events_fan_out() -> int:
                 _fan_out(event)
         except OperationalError:
             raise  # the database is away
-        except Exception:  # such as a type that only a newer process knows; others do not wait
+        except Exception:  # such as a type of a newer release; others do not wait
             log.exception("an event is left", extra={"event_id": event.public_id})
             continue
         handled += 1
@@ -54,7 +54,7 @@ def _fan_out(event: OutboxEvent) -> None:
     if not mine.update(fanned_out_at=now):
         return  # another process was faster
     wanted = {"is_enabled": True, "event_types__contains": [event.type]}
-    # Locked in one order: nobody disables one meanwhile, and two of these do not block each other.
+    # Locked against disabling, in one order, so that two of these cannot deadlock.
     for endpoint in WebhookEndpoint.objects.filter(**wanted).order_by("pk").select_for_update():
         pending = endpoint.deliveries.filter(status=WebhookDelivery.Status.PENDING).count()
         if pending >= MAX_PENDING:
@@ -71,7 +71,7 @@ def _fields(event: OutboxEvent, endpoint: WebhookEndpoint) -> dict[str, str]:
 
 
 def events_forget() -> int:
-    """Delete old events of all tenants, with their deliveries and mails. -> how many rows."""
+    """Delete old events of all tenants, with their deliveries and mails. -> the number of rows."""
     deleted = 0
     with all_tenants(reason="old events of all tenants are deleted"):
         old = OutboxEvent.objects.filter(created_at__lt=timezone.now() - KEPT)

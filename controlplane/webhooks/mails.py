@@ -26,12 +26,12 @@ from controlplane.webhooks.models import EventMail, MailChoice
 
 log = logging.getLogger(__name__)
 
-#: Mails of one tenant in 24 hours; later events are mailed to nobody.
+#: Most mails of a tenant in 24 hours; later events are not mailed.
 MAX_PER_DAY = 100
 MAX_ATTEMPTS = 5
-#: A turn ends after so long, whatever is left.
+#: Time limit of a turn.
 _TURN_S = 30.0
-#: What the server says of one mail; the others may go.
+#: Errors that refuse one mail; others may still be sent.
 _REFUSED = (SMTPRecipientsRefused, SMTPSenderRefused, SMTPDataError)
 _PAUSE = dt.timedelta(minutes=5)
 _MAILS = 50
@@ -40,7 +40,7 @@ _NOT_MAILED = ("error",)
 
 _QUIET = {EventType.VERSION_PROMOTED, EventType.TRAINING_RUN_SUCCEEDED}
 _USUAL = frozenset(CHOOSABLE) - _QUIET
-#: What members get who have not chosen.
+#: Default events of members by role.
 DEFAULTS: dict[Role, Collection[str]] = {
     Role.OWNER: _USUAL,
     Role.ADMIN: _USUAL,
@@ -90,7 +90,7 @@ def _recipients(type: EventType) -> list[Any]:
     members = Membership.objects.filter(user__is_active=True).order_by("created_at")
     if type == EventType.WEBHOOK_TEST:
         return []
-    if type == EventType.WEBHOOK_DISABLED:  # whoever can repair it must know
+    if type == EventType.WEBHOOK_DISABLED:  # people who can repair it must know
         return [member.user_id for member in members.filter(role=Role.OWNER)]
     choices = dict(MailChoice.objects.values_list("membership_id", "event_types"))
     return [
@@ -101,13 +101,13 @@ def _recipients(type: EventType) -> list[Any]:
 
 
 def mails_send() -> int:
-    """Send what is due, of all tenants, the oldest first. -> how many were sent.
+    """Send what is due, of all tenants, the oldest first. -> the number of sent mails.
 
-    Raises ServerAway; what is left waits for the next turn.
+    Raises ServerAway; the rest waits for the next turn.
     """
     ends_at = time.monotonic() + _TURN_S
     with all_tenants(reason="the due mails of all tenants are sent"):
-        # What a suspended tenant's members would get waits until it is active again.
+        # Mails of suspended tenants wait until these are active again.
         due = EventMail.objects.filter(
             next_attempt_at__lte=timezone.now(), tenant__status=Tenant.Status.ACTIVE
         )
@@ -140,7 +140,7 @@ def _send(mail_id: Any, connection: Any) -> bool:
     mail = EventMail.objects.select_related("event", "user").get(pk=mail_id)
     if not Membership.objects.filter(user=mail.user_id, user__is_active=True).exists():
         EventMail.objects.filter(pk=mail_id).update(next_attempt_at=None)
-        return False  # they have left meanwhile
+        return False  # the member has left
     tenant = Tenant.objects.get(pk=current_tenant_id())
     try:
         _message(mail, tenant, connection).send()

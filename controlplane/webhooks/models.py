@@ -11,7 +11,7 @@ from controlplane.tenants.models import Membership, User
 
 
 class WebhookEndpoint(TenantModel):
-    """An address of the tenant's that is told of events."""
+    """An address of the tenant's that receives events."""
 
     url = models.CharField(max_length=2000)
     description = models.CharField(max_length=200, blank=True)
@@ -25,11 +25,11 @@ class WebhookEndpoint(TenantModel):
     #: The secret before the last rotation, and the time until which it signs, too.
     old_sealed_secret = models.BinaryField(null=True)
     old_secret_until = models.DateTimeField(null=True)
-    #: Since when every attempt failed; None: the last one did not.
+    #: Time since which every attempt failed; None: the last one did not.
     failing_since = models.DateTimeField(null=True)
-    #: When it was last tried: the one that waited longest is next.
+    #: Time of the last attempt: the webhook that waited longest is next.
     tried_at = models.DateTimeField(null=True)
-    #: Until when one process calls it; no other does meanwhile.
+    #: End of the lease of the process that calls it.
     lease_until = models.DateTimeField(null=True)
 
     class Meta:
@@ -53,11 +53,11 @@ class WebhookDelivery(TenantModel):
     )
     event = models.ForeignKey(OutboxEvent, on_delete=models.CASCADE, related_name="+")
     status = models.CharField(max_length=16, choices=Status, default=Status.PENDING)
-    #: Since it was made, or last asked for again.
+    #: Number of attempts since it was made, or last redelivered.
     attempts = models.PositiveIntegerField(default=0)
     next_attempt_at = models.DateTimeField(null=True)
     attempted_at = models.DateTimeField(null=True)
-    #: Of the last attempt: the answer's status, or why there was none, and how long it took.
+    #: The last attempt: the answer's status or the error, and its duration.
     response_status = models.PositiveSmallIntegerField(null=True)
     error = models.CharField(max_length=200, blank=True)
     took_ms = models.PositiveIntegerField(null=True)
@@ -80,7 +80,7 @@ class WebhookDelivery(TenantModel):
 
 
 class MailChoice(TenantModel):
-    """Which events a member wants by mail; without a row the role's default applies."""
+    """The events that a member wants by mail; without a row the role's default applies."""
 
     membership = models.ForeignKey(Membership, on_delete=models.CASCADE, related_name="+")
     event_types = models.JSONField(default=list)

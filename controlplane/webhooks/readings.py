@@ -1,4 +1,4 @@
-"""Read how webhooks stand, for the metrics of one process."""
+"""Read the numbers of events, deliveries and failing webhooks, for the metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
 
 
 def webhooks() -> Iterable[Metric]:
-    """Return how many events and deliveries wait, and how many webhooks fail."""
+    """Return the numbers of waiting events and deliveries, and of failing webhooks."""
     with all_tenants(reason="webhooks of all tenants are counted"):
         new = OutboxEvent.objects.filter(fanned_out_at=None).count()
         pending = WebhookDelivery.objects.filter(status=WebhookDelivery.Status.PENDING)

@@ -23,7 +23,7 @@ from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
 
 MAX_ENDPOINTS = 20
 MAX_DESCRIPTION_CHARS = 200
-#: How long the old secret signs, too, after a rotation.
+#: Default time in which the old secret also signs after a rotation.
 MAX_OVERLAP = dt.timedelta(days=7)
 DEFAULT_OVERLAP = dt.timedelta(days=1)
 
@@ -47,7 +47,7 @@ def webhook_create(
     with transaction.atomic():
         lock_until_commit(f"webhooks {current_tenant_id()}")
         if WebhookEndpoint.objects.count() >= MAX_ENDPOINTS:
-            raise Conflict(f"A tenant can have at most {MAX_ENDPOINTS} webhooks.")
+            raise Conflict(f"A tenant can have at most {MAX_ENDPOINTS} webhooks: delete one first.")
         endpoint = WebhookEndpoint.objects.create(**fields, sealed_secret=signing.seal(secret))
         record("created", endpoint, after=fields)
     return endpoint, secret
@@ -64,7 +64,7 @@ def webhook_get(*, webhook_id: uuid.UUID) -> WebhookEndpoint:
 def webhook_update(*, webhook_id: uuid.UUID, changes: dict[str, Any]) -> WebhookEndpoint:
     """Change url, event_types, description or is_enabled.
 
-    Disabling cancels what waits for delivery; it can be delivered again by hand.
+    Disabling cancels waiting deliveries; they can be redelivered by hand.
     Raises NotFound, InvalidRequest.
     """
     if "url" in changes:
@@ -79,7 +79,7 @@ def webhook_update(*, webhook_id: uuid.UUID, changes: dict[str, Any]) -> Webhook
         if before == changes:
             return endpoint
         if changes.get("url", endpoint.url) != endpoint.url:
-            endpoint.failing_since = None  # that was another server
+            endpoint.failing_since = None  # the failures were another server's
         for name, value in changes.items():
             setattr(endpoint, name, value)
         if "is_enabled" in changes:
@@ -109,7 +109,8 @@ def webhook_rotate(
     """
     if not dt.timedelta() <= overlap <= MAX_OVERLAP:
         raise InvalidRequest(
-            f"An overlap has 0 to {int(MAX_OVERLAP.total_seconds())} seconds.", param="overlap_s"
+            f"An overlap must have 0 to {int(MAX_OVERLAP.total_seconds())} seconds.",
+            param="overlap_s",
         )
     endpoint = _locked(webhook_id)
     secret = signing.new_secret()
@@ -126,7 +127,7 @@ def webhook_test(*, webhook_id: uuid.UUID) -> WebhookDelivery:
     """Send the event `webhook.test` to this webhook alone. Raises NotFound, Conflict."""
     endpoint = _locked(webhook_id)
     if not endpoint.is_enabled:
-        raise Conflict("The webhook is disabled.")
+        raise Conflict("The webhook is disabled: enable it first.")
     waiting = endpoint.deliveries.filter(status=Status.PENDING, event__type=EventType.WEBHOOK_TEST)
     if found := waiting.first():
         return found
@@ -149,7 +150,7 @@ def delivery_redeliver(*, webhook_id: uuid.UUID, delivery_id: uuid.UUID) -> Webh
     if delivery is None:
         raise NotFound("There is no such delivery.")
     if not endpoint.is_enabled:
-        raise Conflict("The webhook is disabled.")
+        raise Conflict("The webhook is disabled: enable it first.")
     delivery.status, delivery.attempts = Status.PENDING, 0
     delivery.next_attempt_at = timezone.now()
     delivery.save(update_fields=["status", "attempts", "next_attempt_at"])
@@ -159,7 +160,7 @@ def delivery_redeliver(*, webhook_id: uuid.UUID, delivery_id: uuid.UUID) -> Webh
 
 
 def pending_cancel(endpoint: WebhookEndpoint) -> None:
-    """End what waits for a webhook that is disabled."""
+    """Cancel the waiting deliveries of a disabled webhook."""
     waiting = endpoint.deliveries.filter(status=Status.PENDING)
     waiting.update(status=Status.CANCELLED, next_attempt_at=None)
 
@@ -173,7 +174,7 @@ def _locked(webhook_id: uuid.UUID) -> WebhookEndpoint:
 
 def _checked_url(url: str) -> str:
     if not connection.in_atomic_block:
-        connection.close()  # a name server may take seconds, and others need it meanwhile
+        connection.close()  # others need it while a name server takes seconds
     try:
         return outbound.check(url).url
     except Refused as error:

@@ -1,8 +1,8 @@
 """Sign events as Standard Webhooks does, with a secret that is stored encrypted.
 
 https://www.standardwebhooks.com: the signature is an HMAC-SHA256 of `id.timestamp.body`, in base64
-behind "v1,"; several, separated by spaces, while a secret is being replaced. The key is what the
-secret has behind "whsec_", in base64.
+behind "v1,"; several, separated by spaces, while a secret is being replaced. The key is the part of
+the secret behind "whsec_", in base64.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def renewed(sealed: bytes) -> bytes:
 
 
 def is_current(sealed: bytes) -> bool:
-    """Whether the secret is encrypted under the current pepper."""
+    """Return whether the secret is encrypted under the current pepper."""
     return is_under_current_pepper(_PURPOSE, bytes(sealed))
 
 
 def body_of(event: OutboxEvent) -> bytes:
-    """Return the event as it is sent: at each attempt the same bytes."""
+    """Return the bytes of the event, the same at each attempt."""
     content: dict[str, Any] = {
         "id": event.public_id,
         "object": "event",

@@ -14,16 +14,16 @@ from controlplane.webhooks import delivery, fan_out, mails
 
 log = logging.getLogger(__name__)
 
-#: One turn begins calls for so long; then other tasks of the queue have theirs.
+#: Time in which a turn begins calls; then other tasks of the queue run.
 TURN_S = 5.0
-#: Before the first call, events are fanned out for so long: many of one tenant delay no other.
+#: Time for fanning out events before the first call, so that no tenant delays others.
 _FAN_OUT_S = 1.0
-#: One process delivers at a time: the other children of a Celery worker stay free.
+#: Lock of the one process that delivers, so that a worker's other children stay free.
 _TURN_KEY = "webhooks:turn"
 _AGAIN_KEY = "webhooks:again"
-#: Longer than a turn and its last call.
+#: Time of the lock, longer than a turn and its last call.
 _TURN_LEASE_S = 60
-#: One process mails at a time; a server that does not answer is left alone for as long.
+#: Lock of the one process that mails, kept while a server does not answer.
 _MAILS_KEY = "webhooks:mails"
 _MAILS_LEASE_S = 60
 
@@ -42,8 +42,8 @@ def webhooks_deliver() -> None:
     token = uuid.uuid4().hex
     with redis_client() as client:
         if not client.set(_TURN_KEY, token, nx=True, ex=_TURN_LEASE_S):
-            # Who has the turn may have looked already: look again when it ends. The key ends
-            # before the task comes, which may find the turn taken still.
+            # The process with the turn may have looked already, so look again when it ends. The
+            # key ends before the task comes, which may still find the turn taken.
             if client.set(_AGAIN_KEY, "1", nx=True, px=900):
                 webhooks_deliver.apply_async(countdown=1)
             return
@@ -66,14 +66,14 @@ def turn(for_s: float = TURN_S) -> bool:
 
 
 def _look() -> None:
-    """Take up events that came while others were delivered."""
+    """Take up events that came during deliveries."""
     if fan_out.events_fan_out():
         event_mails_send.delay()
 
 
 @shared_task(name="controlplane.webhooks.tasks.event_mails_send", ignore_result=True)
 def event_mails_send() -> None:
-    """Send mails that are due. A server that hangs keeps one task in a minute, not each."""
+    """Send mails that are due. A server that hangs blocks one task in a minute."""
     token = uuid.uuid4().hex
     with redis_client() as client:
         if not client.set(_MAILS_KEY, token, nx=True, ex=_MAILS_LEASE_S):

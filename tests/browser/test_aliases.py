@@ -63,5 +63,5 @@ def test_an_owner_pauses_ramps_and_promotes(page: Page, alias: str) -> None:
     page.get_by_role("button", name="Make it the primary").click()
     expect(page.get_by_text("The canary is the primary now.")).to_be_visible()
     page.get_by_role("button", name="Go back to revision 2").click()
-    expect(page.get_by_text("The earlier revision holds again.")).to_be_visible()
+    expect(page.get_by_text("The earlier revision is current again.")).to_be_visible()
     expect(page.get_by_text("1 %: receipts@2").first).to_be_visible()

@@ -165,7 +165,7 @@ def test_compare_with_live_make_live_and_roll_back(page: Page, held: str) -> Non
     page.get_by_label("Mark word differences").uncheck()
     expect(second.locator("ins, del")).to_have_count(0)
 
-    page.get_by_label("Why make it live?").fill("it answers better")
+    page.get_by_label("Reason (optional)").fill("it answers better")
     page.get_by_role("button", name="Make live").click()
     expect(page.get_by_text("Version 2 is live.")).to_be_visible()
     expect(page.get_by_text("it answers better")).to_be_visible()

@@ -99,7 +99,7 @@ def test_an_upload_that_is_cut_goes_on_after_a_reload(
     opened.get_by_role("button", name="Pause").click()
     expect(status).to_contain_text("Paused. Uploading")
     held.clear()
-    opened.get_by_role("button", name="Go on").click()
+    opened.get_by_role("button", name="Continue").click()
     expect(status).to_contain_text("Uploading: 16.8 MB of 29.4 MB", timeout=READY_TIMEOUT_MS)
     wait_until(opened, lambda: len(held) == 2)
     switch(offline=True)
@@ -121,16 +121,16 @@ def test_an_upload_that_is_cut_goes_on_after_a_reload(
     (other / CONFIG).write_bytes(CONFIG_BYTES)
     (other / TENSORS).write_bytes(bytes(len(wide_tensors(LAYERS))))
     choose(opened, other)
-    opened.get_by_role("button", name="Go on").click()
+    opened.get_by_role("button", name="Continue").click()
     expect(opened.get_by_role("alert").first).to_contain_text("is another file than before")
     assert parts == []
     (other / TENSORS).write_bytes(b"short")
     choose(opened, other)
-    opened.get_by_role("button", name="Go on").click()
+    opened.get_by_role("button", name="Continue").click()
     expect(opened.locator('[data-errors="tensors"]')).to_contain_text("began with another file")
 
     choose(opened, wide_dir)
-    opened.get_by_role("button", name="Go on").click()
+    opened.get_by_role("button", name="Continue").click()
     expect_ready(opened, "slow-cut")
     sent = [request for request in parts if request.method == "PUT"]
     assert len(sent) == 2, "what had arrived is not sent again"

@@ -302,7 +302,7 @@ def test_what_was_made_is_there_after_down_and_up(stack: Stack, acme: Client) ->
         (
             {"LORIKEET_TRAINING_SOCKET": "/run/training/w.sock", "LORIKEET_TRAIN_BATCH": "1"},
             "migrate",
-            "LORIKEET_TRAIN_BATCH is 1",
+            "LORIKEET_TRAINING_SOCKET needs LORIKEET_TRAIN_BATCH above 1",
         ),
         (
             {"LORIKEET_TRAINING_SOCKET": "/srv/w.sock"},

@@ -89,7 +89,7 @@ class AccountAdapter(DefaultAccountAdapter):
 
 
 class MfaAdapter(DefaultMFAAdapter):
-    """Stores secrets of second factors encrypted, so that the database alone discloses nothing."""
+    """Encryption of second factors' secrets, so that the database alone discloses nothing."""
 
     def encrypt(self, text: str) -> str:
         return _cipher().encrypt(text.encode()).decode()

@@ -19,7 +19,7 @@ def first_operator(email: str) -> User | None:
     operators = list(User.objects.filter(is_staff=True, is_active=True).order_by("date_joined"))
     if not operators:
         if User.objects.filter(email=email.strip().lower()).exists():
-            raise Conflict(f"{email} is a tenant's member: operators need an address apart")
+            raise Conflict(f"{email} is a tenant's member: choose another address for the operator")
         return services.user_create(email=email, password=None, is_operator=True, is_proven=True)
     waiting = [user for user in operators if not user.has_usable_password()]
     return waiting[0] if len(waiting) == len(operators) else None

@@ -45,7 +45,7 @@ def try_consume(request: HttpRequest, email: str) -> ratelimit.RateLimitUsage | 
         return _consume(request, "known_browser", _PAIR, f"{browser} {email}")
     pair = f"{ratelimit.get_ip(request)} {email}"
     usages = []
-    # The widest limit last: an attempt that an earlier one refuses does not count for it.
+    # The widest limit comes last, so that an attempt refused by an earlier one does not count.
     for action, rates, key in (
         ("address", _ADDRESS, None),
         ("pair", _PAIR, pair),

@@ -22,7 +22,7 @@ urlpatterns = [
     path("account/2fa/", include("allauth.mfa.urls")),
     path("account/3rdparty/", include("allauth.socialaccount.urls")),
     path("account/sessions/", include("allauth.usersessions.urls")),
-    # Of two addresses with the same name, allauth links to the last one.
+    # allauth links to the last of two addresses with the same name.
     path("sign-in", _SIGN_IN, name="account_login"),
     path("sign-out", views.sign_out, name="account_logout"),
     path("sign-in/oidc", views.oidc_login, name="oidc_login"),

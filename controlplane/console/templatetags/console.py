@@ -87,7 +87,7 @@ def percent(share: float) -> str:
 
 @register.filter
 def short_digest(digest: str) -> str:
-    """Return the first 12 characters: enough to distinguish a tenant's digests."""
+    """Return the first 12 characters, which distinguish a tenant's digests."""
     return digest[:12]
 
 
@@ -143,7 +143,7 @@ def unlocalized(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ceiling:
-    """One of a budget's limits, and how much of it is spent.
+    """One of a budget's limits, and the spent tokens.
 
     tone  the meter's colour: good; warn near the hard limit or above the soft one; bad above the
           hard one
@@ -156,7 +156,7 @@ class Ceiling:
 
     @property
     def share(self) -> float:
-        """From 0 to 1; a limit of 0 counts as spent."""
+        """Return the spent share, from 0 to 1; a limit of 0 counts as spent."""
         return min(1.0, self.spent / self.limit) if self.limit else 1.0
 
     @property
@@ -170,7 +170,7 @@ _NEAR = 0.9
 
 @register.filter
 def ceilings(budget: Budget, spent: int) -> list[Ceiling]:
-    """Return a budget's limits, and what happens above each."""
+    """Return a budget's limits, each with its effect."""
     found = []
     if (soft := budget.soft_limit) is not None:
         tone = "warn" if spent >= soft else "good"

@@ -24,7 +24,7 @@ from controlplane.training.models import Schedule, TrainingRun
 
 Status = AdapterVersion.Status
 
-#: The states in which a version's page reloads its status every second.
+#: States in which a version's page reloads its status every second.
 BUSY_STATES = (Status.UPLOADING.value, Status.UPLOADED.value, Status.VALIDATING.value)
 _STEPS = (
     (Status.UPLOADING, "Uploading"),
@@ -34,7 +34,7 @@ _STEPS = (
 )
 _LARGE = ("inspection__doctor", "inspection__compared", "inspection__facts")
 NUM_RUNS = 10
-#: Versions of one page.
+#: Number of versions on one page.
 PAGE = 50
 NUM_HISTORY = 10
 
@@ -110,7 +110,7 @@ def promote(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def roll_back(request: ConsoleRequest, name: str) -> HttpResponse:
-    """Make the version live that was so before."""
+    """Make the version live that was live before."""
     try:
         found = get_adapter(name)
         loaded = before_switch(promotion.version_before(found))
@@ -129,7 +129,7 @@ def roll_back(request: ConsoleRequest, name: str) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def set_policy(request: ConsoleRequest, name: str) -> HttpResponse:
-    """Set what happens to versions that become ready."""
+    """Set the policy for versions that become ready."""
     policy = request.POST.get("promotion_policy", "")
     if policy not in Adapter.PromotionPolicy.values:
         raise Http404
@@ -210,7 +210,7 @@ _FACTS = {
     "num_parameters": "Parameters",
     "dtypes": "Data type",
     "peft_version": "Saved by PEFT",
-    "claimed_base": "Trained on, it says",
+    "claimed_base": "Base model by its config",
 }
 
 

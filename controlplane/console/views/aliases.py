@@ -1,4 +1,4 @@
-"""Pages of aliases: what answers, the canary beside the primary, and what was there before."""
+"""Pages of aliases: their targets, the canary beside the primary, and earlier revisions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def alias(request: ConsoleRequest, name: str) -> HttpResponse:
 @require_safe
 @member_page
 def alias_now(request: ConsoleRequest, name: str) -> HttpResponse:
-    """Render the part of the page that requests change."""
+    """Render the part of the page that changes with requests."""
     return render(request, "console/_alias.html", _context(get_alias(name)))
 
 
@@ -154,7 +154,7 @@ def roll_back_alias(request: ConsoleRequest, name: str) -> HttpResponse:
         services.alias_roll_back(alias=found, number=wanted, reason=_reason(request))
         return loaded
 
-    return _act(request, name, roll_back, "The earlier revision holds again.")
+    return _act(request, name, roll_back, "The earlier revision is current again.")
 
 
 @require_POST
@@ -176,7 +176,7 @@ def start_ramp(request: ConsoleRequest, name: str) -> HttpResponse:
 
 _RAMP_MOVES: dict[str, tuple[Callable[..., Ramp], str]] = {
     "pause": (ramps.ramp_pause, "The ramp is paused."),
-    "resume": (ramps.ramp_resume, "The ramp goes on."),
+    "resume": (ramps.ramp_resume, "The ramp runs again."),
     "stop": (ramps.ramp_cancel, "The ramp is stopped; the canary keeps its share."),
 }
 
@@ -194,7 +194,7 @@ def move_ramp(request: ConsoleRequest, name: str, move: str) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def set_guard(request: ConsoleRequest, name: str) -> HttpResponse:
-    """Set when the canary is rolled back by itself."""
+    """Set the limits at which the canary is rolled back by itself."""
     form = GuardForm(request.POST)
     if not form.is_valid():
         return _refused(request, name, form)
@@ -311,9 +311,9 @@ def _done(form: forms.Form, act: Callable[[], object]) -> bool:
 def _act(
     request: ConsoleRequest, name: str, act: Callable[[Alias], object], said: str
 ) -> HttpResponse:
-    """Run a change from a button of the page, and say on the page how it went.
+    """Run a change from a button of the page, and show its result on the page.
 
-    act  may return what was loaded before, which is said, too
+    act  may return what was loaded before, which is shown, too
     """
     found = get_alias(name)
     try:

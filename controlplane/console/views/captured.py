@@ -1,4 +1,4 @@
-"""Captured requests: what there is, data sets of them, and their end."""
+"""Captured requests: their numbers, datasets of them, and their deletion."""
 
 from __future__ import annotations
 

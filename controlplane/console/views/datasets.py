@@ -20,7 +20,7 @@ NUM_SHOWN = 20
 
 
 def history_of(dataset: Dataset) -> dict[str, Any]:
-    """Return what a dataset's page shows of its versions and its source."""
+    """Return the versions and the source that a dataset's page shows."""
     source = DatasetSource.objects.filter(name=dataset.name).first()
     return {
         "versions": dataset.versions.order_by("-number")[:NUM_SHOWN],
@@ -52,5 +52,5 @@ def pull_dataset(request: ConsoleRequest, name: str) -> HttpResponse:
         sources.pull_request(source=sources.source_get(name=name))
     except NotFound as error:
         raise Http404 from error
-    messages.success(request, "The pull begins in some seconds.")
+    messages.success(request, "The pull begins within seconds.")
     return redirect("console:dataset", name)

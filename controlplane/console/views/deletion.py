@@ -1,4 +1,4 @@
-"""The pages that ask before a version, an adapter or a dataset is deleted for good."""
+"""The pages that ask before a version, an adapter or a dataset is deleted."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _HEADINGS = {
 @require_safe
 @member_page
 def doctor(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """Show norms, spectra and effective ranks, and how the probe went."""
+    """Show norms, spectra and effective ranks, and the probe's result."""
     version = _version(name, number)
     inspection = AdapterInspection.objects.filter(version=version).first()
     context: dict[str, Any] = {

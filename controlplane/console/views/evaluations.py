@@ -1,4 +1,4 @@
-"""Suites and evaluations, and what differs between two of them."""
+"""Suites and evaluations, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUM_EVALUATIONS = 50
 @require_safe
 @member_page
 def evaluations(request: ConsoleRequest) -> HttpResponse:
-    """Show the suites and the newest evaluations, two of which can be compared."""
+    """Show the suites and the newest evaluations, with a form to compare two of them."""
     return _page(request, EvaluationForm(initial={"model": request.GET.get("model", "")[:200]}))
 
 
@@ -82,7 +82,7 @@ def cancel(request: ConsoleRequest, evaluation_id: uuid.UUID) -> HttpResponse:
 @require_safe
 @member_page
 def comparison(request: ConsoleRequest) -> HttpResponse:
-    """Show what differs between two evaluations."""
+    """Show the differences between two evaluations."""
     try:
         ids = [uuid.UUID(request.GET.get(name, "")) for name in ("before", "after")]
     except ValueError:

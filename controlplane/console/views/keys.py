@@ -64,7 +64,7 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """Change a key's rules; its secret stays. Nobody can change a key that has more than they."""
+    """Change a key's rules; its secret stays. The key must not have more scopes than they."""
     key = api_key_get(public_id=public_id)
     principal = request.member.principal
     check_holds(principal, key)
@@ -97,7 +97,7 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.KEYS_MANAGE)
 def revoke_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
-    """Ask, also about the keys that it made; then revoke the key for ever."""
+    """Ask, also about the keys that it made; then revoke the key."""
     key = api_key_get(public_id=public_id)
     made = ApiKey.made_by(key.pk).filter(revoked_at=None).order_by("created_at")
     if request.method == "POST":
@@ -127,7 +127,7 @@ def rotate_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
 
 
 def _same_minute(wanted: dt.datetime | None, present: dt.datetime | None) -> dt.datetime | None:
-    """Return `present` if the minute is the same: the field has no seconds, which must stay."""
+    """Return `present` if the minute is the same: the field has no seconds."""
     if wanted and present and wanted == present.replace(second=0, microsecond=0):
         return present
     return wanted

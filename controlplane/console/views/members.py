@@ -18,7 +18,7 @@ from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
 from controlplane.tenants.models import Invite, Membership, Role
 
-#: How many of the invites that are no longer pending are shown.
+#: Number of shown invites that are no longer pending.
 NUM_OLD_INVITES = 20
 
 

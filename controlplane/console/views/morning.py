@@ -1,4 +1,4 @@
-"""The morning page: what schedules changed last night."""
+"""The morning page: the changes that schedules made last night."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from controlplane.requestlog import services as log
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal
 
-#: What the request log shows as the address of requests from here.
+#: The request log's name for the address of the playground's requests.
 ENDPOINT = "/console/playground"
 MAX_BODY_BYTES = 256 * 1024
 #: Two pages of three columns.
@@ -56,7 +56,7 @@ MAX_STREAMS_OF_TENANT = 24
 @require_safe
 @member_page(permission=Permission.INFER)
 def playground(request: ConsoleRequest) -> HttpResponse:
-    """Show the page; the address may name models, an alias, or a request to try again."""
+    """Show the page; the address may name models, an alias, or a request to repeat."""
     start = reads.Start(columns=reads.wanted_columns(request.GET.getlist("model")))
     if request_id := request.GET.get("request", ""):
         start = _start_again(request, request_id)
@@ -75,7 +75,7 @@ def playground(request: ConsoleRequest) -> HttpResponse:
 
 
 def _start_again(request: ConsoleRequest, request_id: str) -> reads.Start:
-    """Return what a request of the log asked for. Raises NotFound, PermissionDenied."""
+    """Return the page for a logged request. Raises NotFound, PermissionDenied."""
     if "\0" in request_id:
         raise NotFound("There is no such request.")
     if not request.member.can_read_requests:
@@ -127,19 +127,19 @@ async def _read_body(request: HttpRequest) -> ChatBody:
     parse = functools.partial(parse_body, ChatBody, sent)
     body = parse() if len(sent) <= LONG_BODY_BYTES else await asyncio.to_thread(parse)
     if not body.stream:
-        raise InvalidRequest("The playground only streams: stream must be true.", param="stream")
+        raise InvalidRequest("The playground only streams: set stream to true.", param="stream")
     return body
 
 
 def _resolve(principal: Principal, selector: ModelSelector) -> tuple[Caller, str]:
-    """Return the caller, and the exact name of what answers: it may need the adapters' rows."""
+    """Return the caller, and the exact name that answers, perhaps by the adapters' rows."""
     caller = access.known(principal, selector) or access.resolve_now(principal, selector)
     with tenant_scope(principal.tenant.id):
         return caller, reads.served_name(caller.model)
 
 
 def _bounded(caller: Caller) -> Caller:
-    """Add bounds of what a person, and a tenant's people, have running here at a time."""
+    """Bound the requests that a person, and a tenant's people, have running here at a time."""
     assert caller.principal.user is not None
     person = f"playground-{caller.principal.user.pk.hex}"
     policies = (

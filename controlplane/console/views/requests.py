@@ -58,7 +58,7 @@ def newest(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page(permission=Permission.REQUESTS_READ)
 def request(request: ConsoleRequest, request_id: str) -> HttpResponse:
-    """One request."""
+    """Show one request."""
     row = services.request_get(request_id=request_id)
     decode_ms = row.total_ms - (row.first_token_ms or row.total_ms)
     context = {
@@ -81,7 +81,6 @@ _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
 def _sampling(row: InferenceRequest) -> list[tuple[str, Any]]:
-    """Return the request's sampling parameters."""
     said = row.sampling or {}
     known = [(name, said[name]) for name in _SAMPLING if name in said]
     return known + sorted(item for item in said.items() if item[0] not in _SAMPLING)
@@ -107,7 +106,7 @@ def _context(wanted: reads.Wanted, page: reads.LogPage) -> dict[str, Any]:
 
 
 def _cursor(request: ConsoleRequest, name: str) -> uuid.UUID | None:
-    """Return the row id in the address at which the page begins, or None."""
+    """Return the row id at which the page begins, from its address, or None."""
     try:
         return uuid.UUID(request.GET.get(name, ""))
     except ValueError:

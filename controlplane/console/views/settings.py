@@ -32,7 +32,7 @@ def settings(request: ConsoleRequest) -> HttpResponse:
             except ApiError as error:
                 add_service_error(form, error.message, error.param)
             else:
-                messages.success(request, "The settings are kept.")
+                messages.success(request, "The settings are saved.")
                 return redirect("console:settings")
     return _page(request, form=form)
 
@@ -47,7 +47,7 @@ def set_log_policy(request: ConsoleRequest) -> HttpResponse:
         except ApiError as error:
             add_service_error(form, error.message, error.param)
         else:
-            messages.success(request, "Saved. It takes effect within seconds.")
+            messages.success(request, "Saved. This takes effect within seconds.")
             return redirect("console:settings")
     return _page(request, log_form=form)
 
@@ -65,7 +65,7 @@ def set_capture(request: ConsoleRequest) -> HttpResponse:
             param = "shares" if (error.param or "").startswith("shares") else error.param
             add_service_error(form, error.message, param)
         else:
-            messages.success(request, "Saved. It takes effect within seconds.")
+            messages.success(request, "Saved. This takes effect within seconds.")
             return redirect("console:settings")
     return _page(request, capture_form=form)
 

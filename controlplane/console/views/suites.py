@@ -19,7 +19,7 @@ from controlplane.evaluations import suites
 from controlplane.evaluations.models import Suite, SuiteVersion
 from controlplane.tenants.auth import Permission, authorize
 
-#: Cases that a page shows.
+#: Number of cases on a page.
 NUM_CASES = 50
 
 
@@ -85,7 +85,7 @@ def _made(request: ConsoleRequest, form: SuiteForm) -> SuiteVersion:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def add_case(request: ConsoleRequest) -> HttpResponse:
-    """Add a case to a suite: of a request, of the playground, or as it was written.
+    """Add a case to a suite: from a request, the playground, or the form.
 
     Without `save` it shows the form, filled with what is given. Prompts are in no address.
     """
@@ -160,7 +160,7 @@ def _suite(name: str) -> Suite:
 
 
 def _told(error: ApiError) -> str:
-    """Name the case that is wrong: on the form all are in one field."""
+    """Name the faulty case, because the form has all cases in one field."""
     param = error.param or ""
     return f"Case {param}: {error.message}" if param.startswith("cases.") else error.message
 

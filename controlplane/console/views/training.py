@@ -34,15 +34,15 @@ from controlplane.training.schedule_rules import rules_of
 
 Status = TrainingRun.Status
 
-#: The states in which a run's page reloads its status.
+#: States in which a run's page reloads its status.
 BUSY_STATES = tuple(status.value for status in TrainingRun.ACTIVE)
 NUM_RUNS = 50
-#: Rows that a dataset's page shows, and characters of each.
+#: Number of rows that a dataset's page shows, and of characters of each.
 NUM_PREVIEW = 10
 MAX_ROW_CHARS = 4000
-#: Of a run, the newest.
+#: Number of a run's newest events on its page.
 NUM_EVENTS = 20
-#: Of a schedule, the newest.
+#: Number of a schedule's newest slots on its page.
 NUM_SLOTS = 30
 
 
@@ -83,7 +83,7 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page
 def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
-    """Show what was counted in a dataset's rows; who may replace them sees the first of them."""
+    """Show the counts of a dataset's rows; people who may replace them see the first ones."""
     try:
         found = services.dataset_get(name=name)
     except NotFound as error:
@@ -94,7 +94,9 @@ def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
         if request.member.can_train:
             rows = preview.rows_preview(found, NUM_PREVIEW, by=request.member.principal)
     except PermissionDenied:
-        problem = "They are captured requests: only who may read prompts and answers sees them."
+        problem = (
+            "They are captured requests: reading them needs the right to read prompts and answers."
+        )
     except ApiError as error:
         problem = error.message
     context = {
@@ -140,7 +142,7 @@ def start_run(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def run_cost(request: ConsoleRequest) -> HttpResponse:
-    """Render what the run of the form as it is filled in would take; "" while it lacks a name."""
+    """Render the cost of the run that the form describes; "" while it lacks a name."""
     form = TrainForm(request.POST)
     context: dict[str, Any] = {}
     if not form.is_valid():
@@ -254,7 +256,7 @@ def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | No
             dataset_name=data["dataset"].name,
             cron_line=data["cron"],
             timezone_name=data["timezone"],
-            # The form does not have them; those set through the API stay.
+            # The form lacks these fields; values set through the API stay.
             hyperparameters=existing.hyperparameters if existing else None,
             validation_dataset_name=getattr(
                 existing.validation_dataset if existing else None, "name", None

@@ -1,4 +1,4 @@
-"""The upload form, and the calls of its script: begin, sign parts, tell what arrived, complete.
+"""The upload form, and the calls of its script: begin, sign parts, show the state, complete.
 
 The browser sends the files directly to the object store, part by part, by presigned URLs; this
 process never gets them.
@@ -44,7 +44,7 @@ def upload(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def start_upload(request: ConsoleRequest) -> HttpResponse:
-    """Make the version and return where its parts are signed, listed and completed.
+    """Make the version; return the URLs that sign, list and complete its parts.
 
     Body: {"name", "base_model", "accept_base_mismatch", "config", "tensors"}, the last two being
     lengths in bytes.
@@ -94,7 +94,7 @@ def sign_parts(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @require_safe
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def upload_state(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """Tell what was stated and what has arrived, by field of the form."""
+    """Return the stated and the arrived parts, by field of the form."""
     state = uploads.upload_state(_get_version(name, number))
     found = state["files"]
     files = {field: found[file] for field, file in FIELDS.items() if file in found}
@@ -104,7 +104,7 @@ def upload_state(request: ConsoleRequest, name: str, number: int) -> HttpRespons
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def abort_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """Give an upload up: its version is deleted."""
+    """Abort an upload: its version is deleted."""
     version = _get_version(name, number)
     uploads.check_open(version)
     deletion.version_delete(version=version)

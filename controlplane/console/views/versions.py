@@ -1,4 +1,4 @@
-"""The life of a version on its page: deprecate, retire, take back; its files; what differs."""
+"""Changes of a version on its page: deprecate, retire, take back; its files and differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     try:
         day = dt.date.fromisoformat(text) if text else None
     except ValueError:
-        messages.error(request, "A day is written as 2027-01-14.")
+        messages.error(request, "Write the day as 2027-01-14.")
         return redirect("console:version", name, number)
     version = _version(name, number)
     return _changed(
@@ -90,7 +90,7 @@ def download(request: ConsoleRequest, name: str, number: int, file: str) -> Http
 @require_safe
 @member_page
 def diff(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    """Show what differs from another version."""
+    """Show the differences from another version."""
     other = request.GET.get("with", "")
     if not (other.isascii() and other.isdigit() and len(other) <= 10):
         raise Http404

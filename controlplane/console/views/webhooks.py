@@ -143,18 +143,18 @@ def delete_webhook(request: ConsoleRequest, webhook_id: uuid.UUID) -> HttpRespon
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page
 def notifications(request: ConsoleRequest) -> HttpResponse:
-    """Choose which events of the tenant one gets by mail."""
+    """Choose the events that the person gets by mail."""
     membership = request.member.membership
     form = None
     if membership is not None:
         initial = {"event_types": mails.chosen_types(membership)}
         form = NotificationsForm(request.POST or None, initial=initial)
         if request.method == "POST":
-            # A form in which nothing is chosen sends no field.
+            # A form without a chosen event sends no field.
             form = NotificationsForm(request.POST)
             if form.is_valid():
                 mails.mail_choice_set(membership=membership, **form.cleaned_data)
-                messages.success(request, "Your choice is kept.")
+                messages.success(request, "Your choice is saved.")
                 return redirect("console:notifications")
     status = 422 if form is not None and form.errors else 200
     return render(request, "console/notifications.html", {"form": form}, status=status)

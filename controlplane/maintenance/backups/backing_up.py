@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 def back_up(path: Path, *, say: Say, keep: int | None = None) -> Manifest:
     """Make a backup in the folder `path`, with what earlier ones in it have. -> its manifest.
 
-    keep  how many backups stay, this one included; None: all
+    keep  the number of backups that stay, this one included; None: all
     say   called with lines of progress
 
     Raises BackupError, storage.STORAGE_ERRORS, django.db.Error, OSError.
@@ -132,14 +132,14 @@ class _Run:
         self._say(f"objects: {seen} in the store, {copied} copied, {_size(num_bytes)}")
 
     def _has(self, known: Object, stored: storage.StoredObject) -> bool:
-        """Whether an earlier backup, or the first pass, has the object's bytes."""
+        """Return whether an earlier backup, or the first pass, has the object's bytes."""
         if (known.num_bytes, known.etag) != (stored.num_bytes, stored.etag):
             return False
         path = self._folder.object_file(known.sha256)
         return path.exists() and path.stat().st_size == known.num_bytes
 
     def _copy(self, stored: storage.StoredObject) -> Object | None:
-        """Copy an object; None when it has been deleted meanwhile. Raises BackupError."""
+        """Copy an object; None when it was deleted in between. Raises BackupError."""
         try:
             pieces = storage.read_pieces(stored.key, max_bytes=max(1, stored.num_bytes))
             sha256, length = self._folder.add_object(pieces)
@@ -153,7 +153,7 @@ class _Run:
         return Object(key=stored.key, num_bytes=length, etag=stored.etag, sha256=sha256)
 
     def _missing(self, index: ObjectIndex) -> tuple[list[str], int]:
-        """Return the first keys that rows name and no object has, and how many there are."""
+        """Return the first keys that rows name and the store lacks, and their number."""
         first: list[str] = []
         count = 0
         with all_tenants(reason="a backup's rows and objects are compared"):

@@ -60,9 +60,14 @@ def dump(path: Path, *, snapshot: str) -> None:
     _run(
         settings.DATABASES["default"],
         program("pg_dump"),
-        *("--format=custom", "--no-owner", "--no-privileges", "--lock-wait-timeout=60s"),
-        *(f"--role={OPERATOR_ROLE}", "--enable-row-security"),
-        *(f"--snapshot={snapshot}", f"--file={path}"),
+        "--format=custom",
+        "--no-owner",
+        "--no-privileges",
+        "--lock-wait-timeout=60s",
+        f"--role={OPERATOR_ROLE}",
+        "--enable-row-security",
+        f"--snapshot={snapshot}",
+        f"--file={path}",
     )
 
 
@@ -71,7 +76,10 @@ def load(path: Path) -> None:
     _run(
         settings.DATABASE_OWNER,
         program("pg_restore"),
-        *("--no-owner", "--no-privileges", "--single-transaction", "--exit-on-error"),
+        "--no-owner",
+        "--no-privileges",
+        "--single-transaction",
+        "--exit-on-error",
         str(path),
     )
 

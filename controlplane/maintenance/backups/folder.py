@@ -46,12 +46,12 @@ class Object:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a complete backup consists of. It contains no secret."""
+    """The parts of a complete backup. It contains no secret."""
 
     name: str
     format: int
     made_at: str
-    #: Of the database server and of pg_dump.
+    #: Versions of the database server and of pg_dump.
     versions: dict[str, str]
     #: App -> the migrations that were applied.
     migrations: dict[str, list[str]]
@@ -59,7 +59,7 @@ class Manifest:
     tables: dict[str, int]
     #: "count" and "bytes".
     objects: dict[str, int]
-    #: Keys that rows name and the store did not have, the first 100; and how many there are.
+    #: The first 100 keys that rows name and the store did not have; and their number.
     missing: list[str]
     num_missing: int
     #: File -> "bytes" and "sha256".
@@ -144,7 +144,7 @@ class BackupFolder:
             raise BackupError(f"{path} cannot be read: {error}") from error
 
     def prune(self, keep: int) -> int:
-        """Remove all but the newest `keep` backups, and objects that none has. -> how many went."""
+        """Remove all but the newest `keep` backups, and objects that none has. -> their number."""
         names = self.names()
         removed = names[: max(0, len(names) - keep)]
         for name in removed:

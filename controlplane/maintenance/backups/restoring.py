@@ -1,8 +1,8 @@
 """Restore a backup into an empty installation.
 
 The backup is checked as a whole before anything changes. The database comes last, in one
-transaction: a restore that was interrupted is no installation yet, and can be repeated with
-`force`.
+transaction: after an interruption the installation is empty or incomplete, and the restore can be
+repeated with `force`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from controlplane.tenants.pepper_change import key_counts
 
 Say = Callable[[str], None]
 _PROGRESS_S = 5.0
-#: How long connections that were just closed may take to end.
+#: Time that connections may take to end after they were closed.
 _GOING_S = 3.0
 
 
@@ -119,13 +119,13 @@ def restore(path: Path, *, name: str | None, force: bool, say: Say) -> Manifest:
 
 
 def notes() -> list[str]:
-    """Return what is left to do after a restore."""
+    """Return notes on the steps that remain after a restore."""
     found = []
     foreign = key_counts(ApiKey, ServiceKey).foreign
     if foreign:
         found.append(
-            f"LORIKEET_KEY_PEPPER is not the pepper of {foreign} API keys: set the one that the "
-            "installation had, else they do not work, nor do second factors"
+            f"LORIKEET_KEY_PEPPER is not the pepper of {foreign} API keys: set the "
+            "installation's pepper, else neither these keys nor second factors work"
         )
     for variable, url in (
         ("REDIS_URL", settings.REDIS_URL),
@@ -135,7 +135,7 @@ def notes() -> list[str]:
             with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
                 if client.dbsize():
                     found.append(
-                        f"the Redis of {variable} is not empty: what waits in it belongs to "
+                        f"the Redis of {variable} is not empty: its jobs belong to "
                         "another state of the database; empty it (`redis-cli flushdb`) before "
                         "the platform starts"
                     )
@@ -264,7 +264,7 @@ def _check_counts(manifest: Manifest) -> None:
 
 
 class _Progress:
-    """Says every few seconds how far a walk through the objects is."""
+    """A reporter of the progress of a walk through the objects, every few seconds."""
 
     def __init__(self, what: str, manifest: Manifest, say: Say) -> None:
         self._what, self._totals, self._say = what, manifest.objects, say

@@ -1,4 +1,4 @@
-"""Checks of an installation, and what to do about what they find.
+"""Checks of an installation, with advice for each problem.
 
 examination  findings, and how checks run: at the same time, each for a limited time
 servers      PostgreSQL, Redis, the object store, clocks

@@ -16,7 +16,7 @@ LIMIT_S = 3.0
 
 class Status(enum.StrEnum):
     OK = "ok"
-    #: It works, but something is worth a look.
+    #: It works, but somebody should look at it.
     WARNING = "warning"
     FAILURE = "failure"
 
@@ -26,7 +26,7 @@ class Finding:
     check: str
     status: Status
     message: str
-    #: What to do.
+    #: The advice.
     advice: str = ""
 
 
@@ -42,12 +42,12 @@ def failure(message: str, advice: str) -> Finding:
     return Finding(check="", status=Status.FAILURE, message=message, advice=advice)
 
 
-#: A check: its name, and a function that returns what it found.
+#: A check: its name, and a function that returns its findings.
 Check = tuple[str, Callable[[], Iterable[Finding]]]
 
 
 def examine(checks: list[Check], *, limit_s: float = LIMIT_S) -> list[Finding]:
-    """Run the checks; return all that they find, in their order.
+    """Run the checks; return their findings, in their order.
 
     A check that raises, or takes longer than `limit_s`, is a failure of its own.
     """
@@ -82,6 +82,6 @@ class _Running:
     def findings(self, deadline: float, limit_s: float) -> list[Finding]:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._found is None:
-            late = failure(f"no answer within {limit_s:g} s", "see that the server runs, and which")
+            late = failure(f"no answer within {limit_s:g} s", "check that the server runs")
             return [dataclasses.replace(late, check=self._name)]
         return self._found

@@ -19,18 +19,18 @@ _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 def mail(send_to: str | None = None) -> Iterator[Finding]:
-    """Mail can be sent: connect and authenticate; send one only to `send_to`."""
+    """Check that mail can be sent: connect and authenticate; send one only to `send_to`."""
     backend = settings.EMAIL_BACKEND.rsplit(".", 2)[-2]
     if backend == "console":
         yield warning(
-            "mail goes to the web process's log: who reads it can open its links",
+            "mail goes to the web process's log: readers of the log can open its links",
             "set EMAIL_URL, for instance smtp+tls://user:password@host:587",
         )
         return
     place = f"{settings.EMAIL_HOST}:{settings.EMAIL_PORT}"
     if backend == "mail_files":
         place = getattr(settings, "EMAIL_FILE_PATH", "")
-        if send_to is None:  # to open this backend makes a file
+        if send_to is None:  # opening this backend makes a file
             if _can_write(Path(place)):
                 yield ok(f"mail is written to {place}")
             else:
@@ -56,7 +56,7 @@ def mail(send_to: str | None = None) -> Iterator[Finding]:
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether a file can be made in the folder, which may have to be made first."""
+    """Return whether a file can be made in the folder, which may not exist yet."""
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -70,22 +70,22 @@ def _existing(folder: Path) -> Path:
 
 
 def disks() -> Iterator[Finding]:
-    """There is room where this machine's processes write."""
+    """Check the free bytes where this machine's processes write."""
     folders = {"LORIKEET_WORK_DIR": settings.WORK_DIR, "temporary files": Path("/tmp")}
     for name, folder in folders.items():
         place = _existing(folder)
         free = shutil.disk_usage(place).free
         said = f"{name}: {free / 2**30:.1f} GiB free in {place}"
         if free < _TOO_LITTLE_BYTES:
-            yield failure(said, "make room: adapters are checked and trained here")
+            yield failure(said, "free some space: adapters are checked and trained here")
         elif free < _LITTLE_BYTES and name == "LORIKEET_WORK_DIR":
-            yield warning(said, "make room: a dataset or adapter can have gigabytes")
+            yield warning(said, "free some space: a dataset or adapter can have gigabytes")
         else:
             yield ok(said)
 
 
 def addresses() -> Iterator[Finding]:
-    """Clients use https, and nobody is trusted too much."""
+    """Check that clients use https, and that nobody is trusted too much."""
     base, public = urlsplit(settings.BASE_URL), urlsplit(settings.S3_PUBLIC_ENDPOINT_URL)
     findings = []
     if base.scheme != "https" and base.hostname not in _LOCAL:

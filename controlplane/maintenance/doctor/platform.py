@@ -1,4 +1,4 @@
-"""Check what the platform itself consists of: models, workers, processes, the pepper."""
+"""Check the platform's own parts: models, workers, processes, the pepper."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from controlplane.maintenance.pepper import pepper_status
 from controlplane.queue.workers import workers
 
 _MIN_SECRET = 32
-#: A process that has not shown itself for so long is counted as dead.
+#: Silence after which a process counts as dead.
 _SILENT_S = 90.0
 #: The services of docker-compose.yml that take each of Celery's queues.
 _QUEUES = {"ingest": "celery", "ops": "celery", "train": "trainer"}
 
 
 def base_models() -> Iterator[Finding]:
-    """Base models are registered; the configured folder is one of them."""
+    """Check that base models are registered, the configured folder's among them."""
     registered = {model.name: model for model in BaseModel.objects.filter(is_serving())}
     if not registered:
         yield failure(
@@ -52,7 +52,7 @@ def base_models() -> Iterator[Finding]:
 
 
 def pool() -> Iterator[Finding]:
-    """Each base model has a worker in this pool."""
+    """Check that each base model has a worker in this pool."""
     found = workers()
     ready = [worker.heartbeat for worker in found if worker.is_ready]
     loading = {w.heartbeat.base_model for w in found if w.is_alive and w.heartbeat.loading}
@@ -72,7 +72,7 @@ def pool() -> Iterator[Finding]:
 
 
 def processes() -> Iterator[Finding]:
-    """The processes without a port have shown themselves lately."""
+    """Check that the processes without a port have shown themselves lately."""
     for name, service in (
         ("accountant", "accountant"),
         ("batch_runner", "batch-runner"),
@@ -87,7 +87,7 @@ def processes() -> Iterator[Finding]:
 
 
 def celery() -> Iterator[Finding]:
-    """A Celery worker listens to each queue."""
+    """Check that a Celery worker listens to each queue."""
     answers: dict[str, Any] = app.control.inspect(timeout=1.5).active_queues() or {}
     taken = {queue["name"] for queues in answers.values() for queue in queues}
     for queue, service in _QUEUES.items():
@@ -103,7 +103,7 @@ def celery() -> Iterator[Finding]:
 
 
 def pepper() -> Iterator[Finding]:
-    """The pepper is the one that stored values are under."""
+    """Check that the pepper is the one of stored values."""
     if not hasattr(settings, "API_KEY_PEPPER"):
         yield failure(
             "LORIKEET_KEY_PEPPER is not set",

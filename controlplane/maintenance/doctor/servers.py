@@ -28,7 +28,7 @@ _TENTH = 10
 
 
 def roles() -> Iterator[Finding]:
-    """The application's role cannot pass the walls between tenants."""
+    """Check that the application's role cannot pass the walls between tenants."""
     preflight.check_database("the application", settings.DATABASES["default"])
     with connection.cursor() as cursor:
         cursor.execute(
@@ -51,13 +51,13 @@ def roles() -> Iterator[Finding]:
             f"{role} inherits the rights of {OPERATOR_ROLE}", f"alter role {role} noinherit"
         )
     else:
-        yield ok(f"{role} is no superuser and owns nothing")
+        yield ok(f"{role} is not a superuser and owns nothing")
     if not operators:
         yield failure(f"there is no role {OPERATOR_ROLE}", make)
 
 
 def walls() -> Iterator[Finding]:
-    """Every tenant's table, and each partition of one, has forced row-level security."""
+    """Check that all tenant tables and their partitions have forced row-level security."""
     tables = {model._meta.db_table for model in apps.get_models() if issubclass(model, TenantModel)}
     with connection.cursor() as cursor:
         cursor.execute(
@@ -95,7 +95,7 @@ def migrations() -> Iterator[Finding]:
 
 
 def queue() -> Iterator[Finding]:
-    """Redis answers and keeps what was accepted; see docs/operations.md, Redis."""
+    """Check that Redis keeps accepted requests; see docs/operations.md, Redis."""
     preflight.check_redis("REDIS_URL", settings.REDIS_URL)
     with _redis(settings.REDIS_URL) as client:
         given: dict[str, str] = {}
@@ -139,13 +139,13 @@ def broker() -> Iterator[Finding]:
     with _redis(settings.CELERY_BROKER_URL) as client:
         waiting = {name: client.llen(name) for name in ("ingest", "ops", "train")}
     if waiting["ops"] > 1000:
-        yield warning(f"{waiting['ops']} tasks wait in `ops`", "see that Celery runs")
+        yield warning(f"{waiting['ops']} tasks wait in `ops`", "check that Celery runs")
     else:
         yield ok("tasks waiting: " + ", ".join(f"{name} {n}" for name, n in waiting.items()))
 
 
 def store() -> Iterator[Finding]:
-    """The object store takes and returns bytes, and shows strangers nothing."""
+    """Check that the object store takes and returns bytes, and shows strangers nothing."""
     preflight.check_store(patience_s=_ANSWER_S)
     key = f"preflight/{uuid.uuid4().hex}"
     storage.put_bytes(key, b"lorikeet")
@@ -168,7 +168,7 @@ def store() -> Iterator[Finding]:
 
 
 def uploads() -> Iterator[Finding]:
-    """A presigned URL works, and the console's pages may use it."""
+    """Check that a presigned URL works, and that the console's pages may use it."""
     public = settings.S3_PUBLIC_ENDPOINT_URL
     key = f"preflight/{uuid.uuid4().hex}"
     url = storage.presign_put(key, num_bytes=8, expires_s=60)
@@ -214,10 +214,10 @@ def _may_upload(url: str, origin: str) -> bool:
 
 
 def clocks() -> Iterator[Finding]:
-    """The servers' clocks agree with this machine's."""
+    """Check that the servers' clocks agree with this machine's."""
     skews = []
     with connection.cursor() as cursor:
-        cursor.execute("select 1")  # connected
+        cursor.execute("select 1")  # connect before the time is taken
         cursor.fetchone()
         began = time.time()
         cursor.execute("select extract(epoch from clock_timestamp())::float8")

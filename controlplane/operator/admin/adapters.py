@@ -43,7 +43,12 @@ class BaseModelForm(forms.ModelForm):  # type: ignore[type-arg]
 class BaseModelAdmin(AuditedAdmin):
     form = BaseModelForm
     list_display = (
-        *("name", "is_active", "shutdown_date", "context_length", "max_rank", "short_revision"),
+        "name",
+        "is_active",
+        "shutdown_date",
+        "context_length",
+        "max_rank",
+        "short_revision",
     )
     list_filter = ("is_active",)
     search_prefixes = ("name", "revision")

@@ -23,7 +23,7 @@ class TenantDeletionAdmin(ReadOnlyAdmin):
     list_display = ("slug", "status", "requested_by", "requested_at", "due_at", "finished_at")
     list_filter = ("status",)
     ordering = ("-pk",)  # ids are ordered by time
-    search_prefixes = ("slug",)  # without an index: there are only as many as tenants were deleted
+    search_prefixes = ("slug",)  # no index needed: one row for each deleted tenant
     search_tenants = False
 
     def get_urls(self) -> list[URLPattern]:

@@ -1,7 +1,7 @@
-"""Lists that hold with thousands of tenants: no COUNT, indexed sorts and searches, bounded pages.
+"""Lists for thousands of tenants: no COUNT, indexed sorts and searches, bounded pages.
 
-A list reads one row more than it shows, and so knows whether there is a next page. What no index
-finds in time is cancelled: see `controlplane.operator.site`.
+A list reads one row more than it shows, and so knows whether there is a next page. A search that
+no index answers in time is cancelled: see `controlplane.operator.site`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from controlplane.tenants.models import Tenant
 TENANT = ("tenant", AutocompleteSelectFilter)
 #: A later page costs as much as all before it.
 MAX_PAGES = 200
-#: Tenants, or people, whose names begin with what is searched.
+#: Number of tenants, or people, whose names begin with the search term.
 _MAX_OWNERS = 100
 
 
@@ -42,7 +42,7 @@ class AheadPage(Page):  # type: ignore[type-arg]
 
 
 class AheadPaginator(Paginator):  # type: ignore[type-arg]
-    """Reads one row more than a page has, instead of counting the rows."""
+    """A paginator that reads one row more than a page has, instead of counting."""
 
     template_name = "operator/_list_pages.html"
 
@@ -73,7 +73,7 @@ class AheadChangeList(ChangeList):  # type: ignore[misc]
         except InvalidPage as error:
             raise IncorrectLookupParameters from error
         self.result_list = self.page.object_list
-        # As if there were no others: so no action is offered for all rows of all pages.
+        # As if there were no other rows, so that no action is offered for all pages.
         self.result_count = self.full_result_count = len(self.result_list)
         self.show_full_result_count = self.can_show_all = False
         self.show_admin_actions = True
@@ -93,14 +93,14 @@ class AheadChangeList(ChangeList):  # type: ignore[misc]
 
 
 class BoundedList:
-    """What all admin pages of this site inherit: lists as this module's docstring says."""
+    """The base of this site's admin pages, with lists as in this module's docstring."""
 
     show_full_result_count = False
     show_facets = ShowFacets.NEVER
     list_per_page = 50
     list_filter_submit = True
     paginator = AheadPaginator
-    #: Django shows a search box when there are some; `get_search_results` uses the next three.
+    #: If not empty, Django shows a search box; `get_search_results` uses the next three.
     search_fields = ("pk",)
     #: Columns that an index sorts by.
     sortable_by: ClassVar[Iterable[str]] = ()
@@ -108,7 +108,7 @@ class BoundedList:
     search_prefixes: ClassVar[tuple[str, ...]] = ()
     #: The path to a name that is unique within a tenant; it is searched as "tenant/name".
     search_name: ClassVar[str] = ""
-    #: Whether rows have a tenant, whose slug can be searched.
+    #: True if rows have a tenant, whose slug can be searched.
     search_tenants: ClassVar[bool] = True
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
@@ -140,7 +140,7 @@ class BoundedList:
 
 
 class ChoiceFilter(admin.SimpleListFilter):
-    """A filter by one of a few known values: it does not ask the table for them."""
+    """A filter by one of a few known values: it does not query the table for them."""
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
@@ -148,7 +148,7 @@ class ChoiceFilter(admin.SimpleListFilter):
 
 
 class BaseModelNameFilter(ChoiceFilter):
-    """By the base model's name, in tables that have it as text."""
+    """A filter by the base model's name, in tables that have it as text."""
 
     title, parameter_name = "base model", "base_model"
 
@@ -158,7 +158,7 @@ class BaseModelNameFilter(ChoiceFilter):
 
 
 class SinceFilter(admin.SimpleListFilter):
-    """By the time a row was written: the ids are ordered by time, so their index finds them."""
+    """A filter by the time of writing, which the index of time-ordered ids finds."""
 
     title, parameter_name = "written", "since"
     _HOURS: ClassVar[dict[str, int]] = {"hour": 1, "day": 24, "week": 7 * 24}

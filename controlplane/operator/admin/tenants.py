@@ -26,7 +26,7 @@ from controlplane.tenants.models import ApiKey, Membership, Tenant, User
 from controlplane.tenants.services import SETTABLE, api_key_revoke, tenant_status_set
 from controlplane.tenants.signin_audit import second_factors_remove
 
-#: People whose addresses begin with what is searched.
+#: Number of people whose addresses begin with the search term.
 _MAX_PEOPLE = 100
 
 # Memberships have roles; Django's groups are not used.
@@ -78,7 +78,7 @@ class TenantAdmin(AuditedAdmin):
         return rows.exclude(status=Tenant.Status.DELETED)
 
     def formfield_for_choice_field(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        if db_field.name == "status":  # deletion sets the others
+        if db_field.name == "status":  # only a deletion sets the others
             kwargs["choices"] = [(status.value, status.label) for status in SETTABLE]
         return super().formfield_for_choice_field(db_field, request, **kwargs)
 
@@ -94,7 +94,7 @@ class TenantAdmin(AuditedAdmin):
         return Q(slug__startswith=term.lower()) | Q(name__icontains=term)
 
     def has_delete_permission(self, request: HttpRequest, obj: Tenant | None = None) -> bool:
-        # Django would delete the rows alone; `deletion` deletes objects and caches, too.
+        # Django would delete only the rows; `deletion` deletes objects and caches, too.
         return False
 
     @admin.action(description="Suspend: refuse their keys and sign-ins")

@@ -1,4 +1,4 @@
-"""The operator's own pages: the live pool, queues, dead letters, quarantine, and what they sum up.
+"""The operator's own pages: health, the live pool, queues, dead letters, quarantine.
 
-Each action has an address that shows with GET what it would do, and does it on POST.
+Each action has an address that describes the action on GET and does it on POST.
 """

@@ -35,12 +35,12 @@ class Row:
     letter: DeadLetter
     adapter: str
     attempts: int | None
-    outcome: str  # of the request that it was requeued as
+    outcome: str  # the outcome of the requeued request
     kept_until: dt.datetime | None
 
     @property
     def can_requeue(self) -> bool:
-        # The prompt of a letter that was requeued is dropped, unless that process died meanwhile.
+        # The prompt of a letter that was requeued is dropped, unless that process died just then.
         return self.kept_until is not None
 
 
@@ -78,7 +78,7 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
 
 
 def rows_of(letters: Sequence[DeadLetter]) -> list[Row]:
-    """Return the letters with what other tables know of them, by one query for each table."""
+    """Return the letters with data of other tables, by one query for each table."""
     kept = set(
         DeadLetter.objects.filter(
             pk__in=[letter.pk for letter in letters], job__isnull=False
@@ -145,7 +145,7 @@ def discard(request: HttpRequest) -> HttpResponse:
         _discard,
         title="Discard {}?",
         warnings=(
-            "The letter and its prompt are deleted and cannot be had back. The tenant's audit "
+            "The letter and its prompt are deleted, which cannot be undone. The tenant's audit "
             "trail keeps its request id, model and reason.",
         ),
         button="Discard",
@@ -189,9 +189,9 @@ def _act(
 
 
 def _requeue(letter: DeadLetter) -> str:
-    """Requeue a letter unless it was. -> what happened."""
+    """Requeue a letter unless it was. -> a message for the operator."""
     with transaction.atomic():
-        lock_until_commit(f"dead letter {letter.pk}")  # two clicks are one
+        lock_until_commit(f"dead letter {letter.pk}")  # a second click waits, and finds it done
         now = DeadLetter.objects.filter(pk=letter.pk).first()
         if now is None:
             return f"{letter.request_id} was discarded before."
@@ -217,6 +217,6 @@ def _uuid(text: str) -> uuid.UUID | None:
 
 
 def waiting_letters(limit: int) -> int:
-    """Return how many letters nobody has requeued, counted up to a limit."""
+    """Return the number of letters that were not requeued, counted up to a limit."""
     rows: Any = DeadLetter.objects.filter(requeued_at=None).order_by("-pk")
     return len(rows.values_list("pk", flat=True)[:limit])

@@ -1,4 +1,4 @@
-"""The start page: what is well and what is not, each with the page that says more."""
+"""The start page: numbers of the platform's health, each with a link to its page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MANY = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """One number, what it is about, and where to read more."""
+    """One number, its subject, and a link."""
 
     title: str
     value: str
@@ -73,7 +73,7 @@ def _pool_tiles() -> list[Tile]:
         Tile(
             "Requests that wait",
             f"{waiting:,}",
-            f"the oldest for {span(oldest)}" if waiting else "nobody waits",
+            f"the oldest for {span(oldest)}" if waiting else "none waits",
             reverse("admin:queues"),
             "bad" if waiting and not ready else "good",
         ),

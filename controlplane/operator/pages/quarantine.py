@@ -20,13 +20,13 @@ from controlplane.operator.pages.rendering import ask, moment, page
 from controlplane.queue.dead_letters import quarantine_release, quarantined
 from controlplane.queue.models import DeadLetter
 
-#: Adapters of a page; and tenants' versions that are named, for adapters of the same bytes.
+#: Number of adapters on a page, and of named versions with the bytes of an adapter.
 PAGE_SIZE, _MAX_VERSIONS = 50, 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A quarantined adapter: whose it is, and the newest request that it ended workers with."""
+    """A quarantined adapter: its owners, and the newest request with which it ended workers."""
 
     digest: str
     since: dt.datetime
@@ -68,17 +68,17 @@ def release(request: HttpRequest, digest: str) -> HttpResponse:
             if quarantine_release(digest):
                 messages.success(request, f"{digest[:12]} is served again.")
             else:
-                messages.info(request, f"{digest[:12]} is not quarantined any more.")
+                messages.info(request, f"{digest[:12]} is no longer quarantined.")
             return redirect(back)
         since = quarantined().get(digest)
     except Unavailable as error:
         messages.error(request, error.message)
         return redirect(back)
     if since is None:
-        messages.info(request, f"{digest[:12]} is not quarantined any more.")
+        messages.info(request, f"{digest[:12]} is no longer quarantined.")
         return redirect(back)
     (row,) = _rows({digest: since})
-    owners = ", ".join(_name(version) for version in row.versions) or "no version that is known"
+    owners = ", ".join(_name(version) for version in row.versions) or "no known version"
     return ask(
         request,
         title=f"Release {digest[:12]}?",

@@ -1,4 +1,4 @@
-"""What waits: per base model and class, and the tenants with most."""
+"""The waiting requests: by base model and class, and the tenants with most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from controlplane.tenants.models import Tenant
 
 @require_safe
 def queues(request: HttpRequest) -> HttpResponse:
-    """Show the queues; the part that changes asks for itself again."""
+    """Show the queues; the part that changes reloads itself."""
     context: dict[str, Any] = {"pool": settings.POOL, "rows": [], "problem": "", "top": TOP}
     try:
         found = class_queues()
@@ -31,7 +31,7 @@ def queues(request: HttpRequest) -> HttpResponse:
 
 
 def _slugs(found: list[ClassQueue]) -> dict[str, str]:
-    """Return the slugs of all tenants that are shown, by id."""
+    """Return the slugs of all shown tenants, by id."""
     ids = set()
     for queue in found:
         for backlog in queue.top:

@@ -29,10 +29,10 @@ def ask(
 ) -> TemplateResponse:
     """Return the page whose button sends the action to its own address.
 
-    warnings  what it does, a paragraph each
-    about     what it is done to: names and values
+    warnings  the effects, a paragraph each
+    about     the object: names and values
     sent      fields of the form
-    back      the address that undecided people return to
+    back      the address of the button that cancels
     """
     return page(
         request,

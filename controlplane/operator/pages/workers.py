@@ -19,7 +19,7 @@ from controlplane.operator import pool
 from controlplane.operator.pages.rendering import ask, page, span
 from controlplane.queue.workers import WorkerStatus, workers
 
-#: How many of a worker's resident adapters are named.
+#: Number of a worker's resident adapters that are named.
 _SHOWN_ADAPTERS = 3
 
 
@@ -74,7 +74,7 @@ class Group:
 
 
 def groups() -> list[Group]:
-    """Return the pool by base model, also of those without a worker. Raises Unavailable."""
+    """Return the pool by base model, including those without a worker. Raises Unavailable."""
     found = sorted(workers(), key=lambda worker: worker.heartbeat.worker_id)
     queues = {queue["base_model"]: queue for queue in pool.queues()}
     names = set(BaseModel.objects.filter(is_serving()).values_list("name", flat=True))
@@ -93,7 +93,7 @@ def groups() -> list[Group]:
 
 @require_safe
 def live_pool(request: HttpRequest) -> HttpResponse:
-    """Show the pool; the part that changes asks for itself again."""
+    """Show the pool; the part that changes reloads itself."""
     context: dict[str, Any] = {"pool": settings.POOL, "groups": [], "problem": ""}
     try:
         context["groups"] = groups()
@@ -126,7 +126,7 @@ def drain(request: HttpRequest, worker_id: str) -> HttpResponse:
             "It takes no more requests, has up to 30 seconds to finish those that run, and returns "
             "the rest to the front of the queue. Then its process ends.",
             "It serves again when its supervisor restarts it (in Compose at once). As long as "
-            "requests run, Resume on the page before ends the drain.",
+            "requests run, “Resume” on the pool's page ends the drain.",
         ),
         about=(
             ("Base model", beat.base_model),
@@ -141,7 +141,7 @@ def drain(request: HttpRequest, worker_id: str) -> HttpResponse:
 
 @require_POST
 def resume(request: HttpRequest, worker_id: str) -> HttpResponse:
-    """Tell a worker that drains to take requests again."""
+    """Tell a draining worker to take requests again."""
     try:
         if pool.worker_resume(worker_id=worker_id):
             messages.success(request, f"{worker_id} was told to resume.")
@@ -192,7 +192,7 @@ def _line(worker: WorkerStatus) -> Line:
 
 
 def _adapters(digests: Sequence[str]) -> str:
-    """Return how many there are, and the first digits of some."""
+    """Return the number of adapters, and the first digits of some."""
     if not digests:
         return "none"
     shown = ", ".join(digest[:8] for digest in digests[:_SHOWN_ADAPTERS])

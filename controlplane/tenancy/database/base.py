@@ -1,4 +1,4 @@
-"""The database backend: it tells PostgreSQL with every statement which tenant's rows it may touch.
+"""The database backend, which sends the tenant in scope to PostgreSQL with every statement.
 
 A statement that reads or writes rows is sent together with `set_config(…, true)`, in one message.
 PostgreSQL runs such a message as one transaction. Outside `atomic()` the setting ends with the
@@ -37,7 +37,7 @@ _TOUCHES_ROWS = re.compile(
 )
 
 
-#: A connection of the pool is seldom waited for so long.
+#: Longest wait for a connection of the pool before a look at the circuit.
 _LONG_S = 0.5
 
 
@@ -74,7 +74,7 @@ class DatabaseWrapper(base.DatabaseWrapper):
             try:
                 return self.pool.getconn(min(left, _LONG_S))
             except psycopg_pool.PoolTimeout:
-                circuit.doubt()  # all connections may be in use, or cannot be made
+                circuit.doubt()  # all connections are in use, or none can be made
                 if circuit.is_open or left <= _LONG_S:
                     raise
 
@@ -94,7 +94,7 @@ def _tell_of_writes(
 ) -> Any:
     result = execute(sql, params, many, context)
     if isinstance(sql, str) and (moved := epochs.moved_by(sql)) is not None:
-        # Without a transaction that is now; a rollback forgets it.
+        # Without a transaction this runs now; a rollback drops it.
         context["connection"].on_commit(functools.partial(epochs.move, moved), robust=True)
     return result
 

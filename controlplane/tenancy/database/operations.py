@@ -36,7 +36,7 @@ _Model = type[models.Model]
 
 
 class _RowSecurityOperation(Operation):
-    """Changes the database, not the state of the models."""
+    """A migration operation that changes the database, not the state of the models."""
 
     reversible = True
 
@@ -164,7 +164,7 @@ def _make_key(schema_editor: BaseDatabaseSchemaEditor, model: Any) -> None:
     # Also made for a table that is referenced before it is protected itself.
     name, table = _key_name(model), model._meta.db_table
     if _is_partitioned(schema_editor, table):
-        return  # nothing refers to it, and the key would need the partitions' column
+        return  # no table refers to it, and the key would need the partitions' column
     schema_editor.execute(
         f'create unique index if not exists "{name}" on "{table}" (tenant_id, id)'
     )

@@ -10,12 +10,12 @@ from psycopg.abc import RV, PQGen
 from controlplane.infra.circuit import patience_left
 
 AWAY = "PostgreSQL does not answer in time."
-#: psycopg's: how often a wait looks for Ctrl-C.
+#: psycopg's interval at which a wait looks for Ctrl-C.
 INTERVAL_S = 0.1
 
 
 class PatientConnection(psycopg.Connection[Any]):
-    """Closes itself when an answer takes longer than `controlplane.infra.circuit.patience` allows.
+    """A connection that closes itself when an answer is later than `infra.circuit.patience` allows.
 
     The server cannot be asked to bound it: a server that hangs bounds nothing, and its kernel keeps
     the connection alive.
@@ -30,5 +30,5 @@ class PatientConnection(psycopg.Connection[Any]):
         try:
             return super().wait(gen, interval, left)
         except psycopg.errors._WaitTimeout:
-            self.close()  # the answer may still come: nobody may take it for another's
+            self.close()  # the answer may still come, and must not be read as another statement's
             raise psycopg.OperationalError(AWAY) from None

@@ -112,7 +112,7 @@ class TestHostileFiles:
         version = checked(staged(act.encode(), GOOD_TENSORS))
         assert version.status == Status.REJECTED
         [reason] = version.reasons
-        assert "the operator's log" in reason["message"]
+        assert "send the operator" in reason["message"]
         [told] = [record for record in caplog.records if record.levelname == "ERROR"]
         assert "secret" not in told.getMessage()
         assert stored(acme) == []

@@ -337,7 +337,7 @@ class TestFaces:
         assert "refused from 2999-12-31 on." in answer.content.decode()
         assert "Take back the deprecation" in answer.content.decode()
         answer = browser.post(f"{page}/deprecate", {"shutdown_date": "x"}, follow=True)
-        assert "A day is written as" in answer.content.decode()
+        assert "Write the day as" in answer.content.decode()
         answer = browser.post(f"{page}/undeprecate", follow=True)
         assert "no longer deprecated" in answer.content.decode()
         answer = browser.post(f"{page}/retire", follow=True)

@@ -301,7 +301,7 @@ class TestEnd:
         client = as_key(acme)
         send(client, TENSORS, 1)
         tasks.adapter_versions_sweep()
-        assert "again and again" in version_of(acme).reasons[0]["message"]
+        assert "too often" in version_of(acme).reasons[0]["message"]
         assert left_of(version) == []
 
     @staticmethod

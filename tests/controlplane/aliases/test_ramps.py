@@ -78,7 +78,7 @@ def test_any_other_change_stops_the_ramp(alias: Alias) -> None:
     ramp = ramps.ramp_start(alias=alias, steps=STEPS)
     services.alias_ramp(alias=alias, percent=7)
     assert ticks(ramp, -5) == 0
-    assert (ramp.state, ramp.reason) == (State.STOPPED, "Revision 3 was made meanwhile.")
+    assert (ramp.state, ramp.reason) == (State.STOPPED, "Revision 3 was made by another change.")
     assert now_of(alias).canary_percent == 7
 
 

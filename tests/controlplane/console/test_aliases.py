@@ -73,7 +73,7 @@ def test_an_alias_is_made_and_changed(alias: Alias, owner: Client) -> None:
     assert (current.number, current.canary_percent, current.reason) == (2, 20, "try it")
     late = owner.post(f"{PAGE}/edit", change | {"canary_percent": 30})
     assert late.status_code == 422
-    assert "The current revision is 2, not 1." in late.content.decode()
+    assert "The current revision is 2, not 1: read it again." in late.content.decode()
     wrong = owner.post(f"{PAGE}/edit", change | {"primary": "a b"})
     assert "is not an adapter" in wrong.content.decode()
 
@@ -93,7 +93,7 @@ def test_the_buttons_of_a_canary(alias: Alias, owner: Client) -> None:
     press("ramp", percents="5, 100", minutes=1, min_requests=10, at_end="promote")
     press("ramp/pause")
     assert Ramp.objects.get(alias=alias).state == "paused"
-    assert "Go on with the ramp" in owner.get(PAGE).content.decode()
+    assert "Resume the ramp" in owner.get(PAGE).content.decode()
     press("ramp/resume")
     press("ramp/stop")
     press("promote")

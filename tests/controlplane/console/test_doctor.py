@@ -122,7 +122,7 @@ def test_a_version_without_a_report_says_so(acme: Party, base_model: BaseModel) 
     page = browser.get("/console/adapters/invoices/versions/1/doctor")
     assert "Not inspected yet" in page.content.decode()
     answer = browser.post("/console/adapters/invoices/versions/1/inspect", follow=True)
-    assert "No inspector runs." in answer.content.decode()
+    assert "No inspector is running: try again later." in answer.content.decode()
 
 
 def test_heat_map() -> None:

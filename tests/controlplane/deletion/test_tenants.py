@@ -539,7 +539,7 @@ class TestGrace:
         staff = Client()
         staff.force_login(operator)
         shown = staff.get(page).content.decode()
-        assert "Restore it" not in shown and "nobody can undo it" in shown
+        assert "Restore it" not in shown and "this cannot be undone" in shown
         assert staff.post(page, {"restore": "1"}).status_code == 409
         deletion = TenantDeletion.objects.get()
         assert deletion.status == "scheduled"

@@ -160,12 +160,12 @@ def test_scores_that_are_not_the_suites_are_not_kept(
     gated: Adapter, asked: list[tuple[str, bool]], globex: Party
 ) -> None:
     run = trained(gated, [(-1.0, 4)], [(-1.0, 4)])
-    assert told(run) == ["it has 1 scores, and the suite 120 expected answers"]
+    assert told(run) == ["it has 1 scores for 120 expected answers"]
     with tenant_scope(globex.tenant.pk):
         one = cases(1)
         theirs = suites.suite_version_create(name="theirs", cases=one, origin={"kind": "api"})
     run = trained(gated, [(-1.0, 4)], [(-1.0, 4)], given={"suite_version": str(theirs.pk)})
-    assert told(run) == ["the suite is gone"]
+    assert told(run) == ["the suite was deleted"]
     assert not BatchScores.objects.exists()
 
 
@@ -178,7 +178,7 @@ def test_scores_that_go_meanwhile_hold_the_version(
     run_all()
     decision = GateDecision.objects.get()
     assert (decision.status, live(gated)) == (Status.HOLD, 1)
-    assert "The scores of its batch are gone." in decision.reasons[0]
+    assert "The scores of its batch were deleted: evaluate again." in decision.reasons[0]
 
 
 def test_log_probabilities_of_two_programs_are_not_compared(

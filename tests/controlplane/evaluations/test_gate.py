@@ -164,7 +164,7 @@ def test_what_changed_meanwhile_is_not_promoted(gated: Adapter, pool: dict[str, 
     gate.gates_decide()
     decision = GateDecision.objects.get()
     assert (decision.status, live(gated)) == (Status.HOLD, 3)
-    assert "is not live now" in decision.reasons[0]
+    assert "is no longer live" in decision.reasons[0]
 
 
 def test_an_upload_waits_until_its_gate_is_asked_for(
@@ -180,7 +180,7 @@ def test_an_upload_waits_until_its_gate_is_asked_for(
     assert_error(as_key(scope).post(path), 409)
     run_all()
     assert live(gated) == 2
-    assert "nobody can say whether it knows" in GateDecision.objects.get().reasons[-1]
+    assert "may have been trained on the cases" in GateDecision.objects.get().reasons[-1]
     assert_error(as_key(scope).post(path), 409)  # it is live
 
 

@@ -90,7 +90,7 @@ def test_a_judge_that_is_away_is_asked_again(judged: Evaluation, receiver: Recei
     ("status", "body", "ends", "error"),
     [
         (401, b"{}", "failed", "It answered 401."),
-        (200, b"not JSON", "failed", "no chat completion"),
+        (200, b"not JSON", "failed", "not a chat completion"),
         (200, completion("excellent"), "succeeded", ""),
         (200, completion("99"), "succeeded", ""),
         (200, b"x" * 300_000, "judging", "longer than"),

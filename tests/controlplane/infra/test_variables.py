@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"LORIKEET_MAX_WAIT_S": "a minute"}, "LORIKEET_MAX_WAIT_S is 'a minute'"),
         (
             {"LORIKEET_TRAINING_SOCKET": "/run/training/w.sock", "LORIKEET_TRAIN_BATCH": "1"},
-            "LORIKEET_TRAIN_BATCH is 1",
+            "LORIKEET_TRAINING_SOCKET needs LORIKEET_TRAIN_BATCH above 1",
         ),
     ],
 )

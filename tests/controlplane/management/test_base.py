@@ -85,8 +85,12 @@ def test_half_a_surrogate_pair_is_answered(body: str, acme: Party) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({}, "hard_limit", "A budget needs a hard limit or a soft limit."),
-        ({"hard_limit": 0, "soft_limit": 1}, "soft_limit", "The soft limit is above the hard one."),
+        ({}, "hard_limit", "Set a hard limit or a soft limit: a budget needs one."),
+        (
+            {"hard_limit": 0, "soft_limit": 1},
+            "soft_limit",
+            "The soft limit is above the hard one: lower it.",
+        ),
         ({"period": "x"}, "period", '"x" is not one of: day, month.'),
     ],
 )

@@ -124,7 +124,9 @@ def test_rows_that_another_model_is_trained_on_stay(acme: Party, world: World) -
     assert _ask(client, "get", "/datasets/rows").status_code == 200
     rows = Rows(sha256="1" * 64, num_bytes=1, num_rows=2)
     with tenant_scope(acme.tenant.id), model_scope(Bounds(("others",), new_id())):
-        with pytest.raises(PermissionDenied, match="Another model is trained on this dataset"):
+        with pytest.raises(
+            PermissionDenied, match="Another model, which you may not name, is trained"
+        ):
             versions.version_add(name="rows", rows=rows, kind=versions.Kind.UPLOAD, appends=False)
     captured = {"kind": "captured", "model": "others"}
     for method, path, body in (

@@ -131,8 +131,8 @@ def test_a_source(ready: Party) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"shares": [5]}, "shares", "It must be an object."),
-        ({"shares": True}, "shares", "It must be an object."),
+        ({"shares": [5]}, "shares", "This must be an object."),
+        ({"shares": True}, "shares", "This must be an object."),
     ],
 )
 def test_no_message_names_pythons_types(ready: Party, body: Any, param: str, message: str) -> None:

@@ -61,7 +61,7 @@ def test_the_page_shows_it_to_a_viewer(night: Night, scope: Party) -> None:
     page = browser_of(scope.viewer).get("/console/morning").content.decode()
     for text in (
         "10, 3 added",
-        "-0.2500 to the run before",
+        "-0.2500 against the run before",
         '<polyline class="curve beside"',
         "It is worse: the mean score",
         "95 %",
@@ -252,7 +252,7 @@ def test_a_schedule_is_run_and_its_history_read_over_http(night: Night, scope: P
     assert assert_error(as_key(scope).post(f"{url}/run"), 409)["code"] == "run_active"
     browser = browser_of(scope.owner)
     page = browser.post("/console/adapters/invoices/schedule/run", follow=True).content.decode()
-    assert "A training run of the adapter has not ended." in page
+    assert "A training run of the adapter has not ended: wait, or cancel it." in page
     assert "somebody ran it" in page
     TrainingRun.objects.filter(status="queued").update(status="failed")
     answer = browser.post("/console/adapters/invoices/schedule/run")

@@ -373,7 +373,7 @@ class TestOutsideOfTransactions:
         press("aliases/prod/ramp", f"begun. {late}", percents="7, 50", minutes=0, min_requests=0,
               at_end="stay")  # fmt: skip
         press("aliases/prod/promote", f"primary now. {late}")
-        press("aliases/prod/rollback", f"holds again. {late}")
+        press("aliases/prod/rollback", f"is current again. {late}")
         press("aliases/prod/rollback", number=1)
         browser.post("/console/aliases/prod/share", {"percent": 0})
         assert pool.asked("w-2") == []

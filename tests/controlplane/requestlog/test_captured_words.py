@@ -225,7 +225,7 @@ def test_no_page_of_the_console_shows_them(acme: Party, captured: None, person: 
         assert (poor.status_code, rich.status_code) == (200, 200), page
         assert SECRET in rich.content.decode(), page
         assert SECRET not in poor.content.decode(), page
-        assert "only who may read prompts and answers" in poor.content.decode(), page
+        assert "the right to read prompts and answers" in poor.content.decode(), page
 
 
 def test_words_of_no_request_need_it_not(acme: Party, developer: APIClient) -> None:

@@ -140,7 +140,7 @@ def test_operator_create_does_not_promote_a_member(
     acme: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_password(monkeypatch, PASSWORD)
-    with pytest.raises(CommandError, match="separate address"):
+    with pytest.raises(CommandError, match="another address"):
         run("operator_create", "--email", acme.owner.email)
 
 

@@ -146,7 +146,7 @@ def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) ->
         assert judging.judge_folder(run, tmp_path) is None
         assert [told.removeprefix(NOT_SCORED) for told in messages(run)] == [
             "a serving worker trains the batch",
-            "the files of the live version are gone",
-            "the run was trained by itself",
-            "the gate's suite is not there",
+            "the files of the live version were deleted",
+            "the run was trained alone",
+            "the gate's suite does not exist",
         ]

@@ -191,7 +191,7 @@ def test_a_hubs_dataset_is_pulled_file_by_file(acme: Party, hub: Hub) -> None:
     [
         ({"a.jsonl": b'{"prompt": "p"}\n'}, "a.jsonl: line 1: completion must be a string"),
         ({"a.jsonl": rows("one") + b"no JSON\n"}, "a.jsonl: line 2 is not JSON"),
-        ({"a.jsonl": b"\n \n"}, "There are no rows"),
+        ({"a.jsonl": b"\n \n"}, "The objects have no rows"),
         ({"readme.md": b"x"}, "no object whose name ends in .jsonl"),
     ],
 )

@@ -152,7 +152,8 @@ def test_a_report_of_rows_that_the_child_refuses_fails_and_says_so(
     assert reports.report_next()
     dataset.refresh_from_db()
     assert (dataset.report_status, dataset.report) == (
-        "failed", {"error": "The report could not be made."},
+        "failed",
+        {"error": "The report could not be made: upload the rows again, or tell the operator."},
     )  # fmt: skip
     assert not reports.report_next()
 

@@ -151,7 +151,7 @@ def test_a_tenants_checks_have_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_check, "_CPU_S_PER_GB", 0)
     endless = itertools.repeat(row("word " * 1000) * 100)
     monkeypatch.setattr(row_check, "_WALL_PER_CPU", 120)
-    with pytest.raises(InvalidRequest, match="check of the rows was ended"):
+    with pytest.raises(InvalidRequest, match="check of the rows was stopped"):
         row_check.rows_check(TENANT, endless, 2 * MIB)
 
 

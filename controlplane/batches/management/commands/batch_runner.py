@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Command(BaseCommand):
-    help = "Have the lines of batches answered when the workers have room."
+    help = "Answer the lines of batches with places that other requests leave free."
     requires_system_checks = []  # `migrate` has run them
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-// The playground: a form and up to three columns, each of which streams by itself.
+// The playground: a form and up to three columns, each streaming by itself.
 
 import { Column } from "./playground/column.js";
 import { schemaIn, watchSchema } from "./playground/schema.js";

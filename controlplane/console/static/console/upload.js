@@ -1,6 +1,6 @@
 // The adapter upload form: begin a version, send both files to the object store by parts, then tell
 // the console that they are uploaded. An unfinished upload is noted in the browser: after a reload
-// the person chooses the same files again, and it goes on.
+// the person chooses the same files again, and the upload continues.
 
 import { Paused, Refused, Transfer } from "./parts.js";
 
@@ -131,7 +131,7 @@ async function upload() {
 function keepNote() {
   try {
     localStorage.setItem(NOTE, JSON.stringify(begun));
-  } catch {} // without it a reload begins anew
+  } catch {} // without it a reload starts the upload again
 }
 
 function forgetNote() {
@@ -161,7 +161,7 @@ form.addEventListener("submit", async (event) => {
   } catch (error) {
     stop.hidden = true;
     submit.disabled = false;
-    if (begun) submit.textContent = "Go on";
+    if (begun) submit.textContent = "Continue";
     if (error instanceof Paused) {
       status.textContent = `Paused. ${status.textContent}`;
       return;
@@ -196,7 +196,7 @@ async function offerUnfinished() {
   const total = note.sizes.config + note.sizes.tensors;
   unfinished.querySelector("[data-of]").textContent =
     `The upload of ${note.name} is not finished: ${size(sent)} of ${size(total)} arrived.`;
-  submit.textContent = "Go on";
+  submit.textContent = "Continue";
   unfinished.hidden = false;
 }
 

@@ -1,4 +1,4 @@
-"""List what is left of a tenant; after its deletion that must be nothing."""
+"""List the traces of a tenant; after its deletion there must be none."""
 
 from __future__ import annotations
 
@@ -36,4 +36,6 @@ class Command(BaseCommand):
         found = tenant_traces(tenant_id)
         self.stdout.write(json.dumps(dataclasses.asdict(found), indent=2))
         if found.status in ("", Tenant.Status.DELETED) and not found.is_clean:
-            raise CommandError("something is left of this deleted tenant")
+            raise CommandError(
+                "data of this deleted tenant is left: try again after the next sweep"
+            )

@@ -1,4 +1,4 @@
-"""Back the installation up into a folder: database and object store. It may run meanwhile.
+"""Back the installation up into a folder: database and object store. The platform may run.
 
 A second backup into the same folder copies only new objects. The pepper and the keys of the object
 store are not in it: keep the pepper elsewhere, without it no API key works after a restore.
@@ -21,11 +21,13 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("folder", type=Path)
-        parser.add_argument("--keep", type=int, help="remove all but so many backups")
+        parser.add_argument(
+            "--keep", type=int, help="number of backups to keep; older ones are removed"
+        )
 
     def handle(self, *, folder: Path, keep: int | None, **options: Any) -> None:
         if keep is not None and keep < 1:
-            raise CommandError("--keep is at least 1")
+            raise CommandError("--keep must be at least 1")
         try:
             manifest = back_up(folder, say=self._say, keep=keep)
         except (BackupError, Error, OSError, *STORAGE_ERRORS) as error:

@@ -20,7 +20,7 @@ _SIGNS = {Status.OK: "ok", Status.WARNING: "warn", Status.FAILURE: "FAIL"}
 
 class Command(BaseCommand):
     help = __doc__
-    # They would need the database.
+    # Checks would need the database.
     requires_system_checks = []
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -1,6 +1,6 @@
-"""Count what is stored under which pepper, as one line of JSON; exit code 1 if some is unreadable.
+"""Count stored values by pepper, as one line of JSON; exit code 1 if some are unreadable.
 
---reencrypt first moves to the current pepper all that can be moved at once; API keys move when they
+--reencrypt first moves all values but API keys to the current pepper; API keys move when they
 are used. When `needs_accepted` is 0, a day after the change, LORIKEET_ACCEPTED_PEPPERS can be
 emptied.
 """

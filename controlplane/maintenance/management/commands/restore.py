@@ -17,7 +17,7 @@ from controlplane.maintenance.backups.restoring import check, notes, restore
 
 class Command(BaseCommand):
     help = __doc__
-    # They would need tables.
+    # Checks would need tables.
     requires_system_checks = []
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -48,7 +48,7 @@ class Command(BaseCommand):
         **options: Any,
     ) -> None:
         if expires_days is not None and not 1 <= expires_days <= 3650:
-            raise CommandError("--expires-days is from 1 to 3650")
+            raise CommandError("--expires-days must be from 1 to 3650")
         expires_at = timezone.now() + dt.timedelta(days=expires_days) if expires_days else None
         try:
             with all_tenants(reason="service keys belong to no tenant"):

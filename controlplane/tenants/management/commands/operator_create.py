@@ -35,7 +35,7 @@ class Command(BaseCommand):
             elif user.is_staff:
                 services.user_password_set(user=user, password=password)
             else:
-                raise CommandError(f"{email} is a member of a tenant: use a separate address")
+                raise CommandError(f"{email} is a member of a tenant: choose another address")
         except ApiError as error:
             raise CommandError(error.message) from error
         self.stdout.write(json.dumps({"email": email, "created": user is None}))

@@ -80,7 +80,7 @@ export function countWords(text) {
   return words(text).filter((word) => /[\p{L}\p{N}]/u.test(word)).length;
 }
 
-// A sentence about the words that differ, of which there may be none: spaces and signs are no words.
+// A sentence about the words that differ. It may name none: spaces and signs are no words.
 export function told({ inserted, deleted }, isSame) {
   if (isSame) return "The same text as model 1.";
   if (inserted + deleted === 0) return "The same words as model 1; spaces or punctuation differ.";
