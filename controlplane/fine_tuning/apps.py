@@ -10,7 +10,7 @@ class FineTuningConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.files.services import MADE_OF_MODELS
         from controlplane.fine_tuning.results import result_file_make
-        from controlplane.training.execution import BEFORE_SUCCESS
+        from controlplane.training.publishing import BEFORE_SUCCESS
 
         BEFORE_SUCCESS.append(result_file_make)
         MADE_OF_MODELS.append(_made_files)

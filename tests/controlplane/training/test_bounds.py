@@ -159,7 +159,7 @@ class TestAdmission:
     ) -> None:
         run = queue_run(parties[0], max_steps=50)
         settings.TENANT_QUOTAS = settings.TENANT_QUOTAS | {"training_steps": 49}
-        execution.training_run_next()
+        execution.training_next()
         with tenant_scope(run.tenant_id):
             run.refresh_from_db()
         assert (run.status, "50 steps" in run.error) == ("failed", True)
@@ -247,11 +247,11 @@ class TestTurns:
         monkeypatch.setattr(sending, "run_send", sent.append)
 
         def fail(run: TrainingRun, *_: Any) -> None:
-            execution.training_run_next()  # the message for the second
+            execution.training_next()  # the message for the second
             raise InvalidRequest("enough")
 
         monkeypatch.setattr(execution, "_train", fail)
-        execution.training_run_next()
+        execution.training_next()
         with tenant_scope(first.tenant_id):
             statuses = dict(TrainingRun.objects.values_list("pk", "status"))
         assert statuses == {first.pk: "failed", second.pk: "queued"}
