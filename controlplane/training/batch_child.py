@@ -1,4 +1,4 @@
-"""Run `python -m worker.train_many` over the jobs of several runs. Does not use the database.
+"""Run `python -m worker.train` over the jobs of several runs. Does not use the database.
 
 Each run has a thread, which trains it at a `Place` of the child; the thread that calls
 `BatchChild.run` starts the one child and hands its events to theirs. Only the child imports torch:
@@ -47,8 +47,6 @@ MAX_LINE_BYTES = 64 * 1024
 _WRONG_JOB = 2
 #: Its exit code where no room is left on the disk.
 DISK_FULL = 4
-#: Events of a run that is trained once the batch has ended.
-_AFTER_THE_BATCH = ("alone", "later")
 #: Where a GPU's memory is short, pieces of fixed sizes are made over again.
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -203,6 +201,7 @@ class BatchChild:
             joins = self._max_runs is not None
             options = [
                 "--control",
+                "--checkpoints=-",
                 *(("--join",) if joins else ()),
                 "--checkpoint-s",
                 str(CHECKPOINT_S),
@@ -213,7 +212,7 @@ class BatchChild:
             self._orders, theirs = socket.socketpair()
             with theirs:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
+                    [sys.executable, "-m", "worker.train", *options, *paths],
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -227,7 +226,7 @@ class BatchChild:
         assert child.stdout is not None
         while line := child.stdout.readline(MAX_LINE_BYTES):
             event = parse_event(line)
-            if event.get("event") in _AFTER_THE_BATCH:
+            if event.get("event") == "later":  # it waits until nobody joins the batch any more
                 self.close()
             events = self._events.get(str(event.pop("run", "")))
             if events is not None:

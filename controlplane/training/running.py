@@ -226,7 +226,6 @@ class RunningRun:
             most_steps=quotas.allowed("training_steps"),
             most_tokens=quotas.allowed("training_tokens"),
             warm_start=self._warm_start(),
-            checkpoint=self._state.path,
             kept_dir=self._adapters.path,
             judge_dir=None if output.exists() else judging.judge_folder(run, folder),
         )

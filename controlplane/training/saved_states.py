@@ -108,11 +108,6 @@ class SavedState:
         self._problem: str | None = None
         self._is_told = False
 
-    @property
-    def path(self) -> Path:
-        """Where the child writes it."""
-        return self._path
-
     def fetch(self) -> None:
         """Put the run's newest state where the child looks for one.
 

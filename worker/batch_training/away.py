@@ -15,12 +15,12 @@ from contract.base_model import find_base_model
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
 from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
+from worker.batch_training.base import load_codec
 from worker.batch_training.disk import CheckpointFolder
 from worker.batch_training.jobs import NamedJob, settings_of
 from worker.batch_training.loop import BatchTraining, Emit
 from worker.batch_training.remote import RemoteTrainer, TrainerBusy, TrainerGone
-from worker.train import Stopped
-from worker.training.loop import load_codec
+from worker.child import Stopped
 
 #: Pause before the worker is asked again.
 _AGAIN_S = 2.0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.training import Hyperparameters, TrainJob
+from contract.training import Hyperparameters, JobError, TrainJob
 from engine.model.config import ModelConfig
 from engine.text.codec import TextCodec
 from engine.training.parameters import AdapterLayout
-from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
+from engine.training.run import HeldOut, RunRequest, RunSettings, unsupported
 from worker.batch_training.warm_start import read_warm_start
-from worker.training.chat_data import load_data
-from worker.training.example_store import IGNORED, ExampleStore
-from worker.training.loop import planned
-from worker.training.validation import interval
+from worker.training.chat_data import Examples, load_data
+
+#: Validations of a training whose interval is not given.
+_NUM_EVALS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class PreparedJob:
 
 
 def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
-    """What the present trainer makes of these hyperparameters (`worker.training.loop`).
+    """Return the settings of a run with these hyperparameters.
 
-    The batch pads nothing, whatever `packing` says, and keeps the activations that it has room for.
+    Nothing is padded, whatever `packing` says.
     """
     return RunSettings(
         rank=hyper.rank,
@@ -54,6 +54,52 @@ def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
     )
 
 
+def check_settings(hyper: Hyperparameters) -> None:
+    """Raise JobError for hyperparameters that no run can have."""
+    lack = unsupported(settings_of(hyper))
+    if lack is not None:
+        raise JobError(f"hyperparameters.{lack.field}", lack.reason)
+
+
+def kept_steps(steps: int, number: int) -> set[int]:
+    """Return the steps after which the adapter is kept: they divide the training evenly.
+
+    Fewer than `number` where there are not as many steps; never the last, which is the result.
+    """
+    places = (round(steps * part / (number + 1)) for part in range(1, number + 1))
+    return {step for step in places if 0 < step < steps}
+
+
+def planned(data: Examples, job: TrainJob) -> dict[str, int]:
+    """Return the length of the training, as its event `started` has it.
+
+    Raises JobError if it is longer than the job may be.
+    """
+    hyper = job.hyperparameters
+    tokens_per_epoch = data.examples.num_tokens
+    batches_per_epoch = -(-len(data.examples) // hyper.batch_size)
+    steps_per_epoch = -(-batches_per_epoch // hyper.gradient_accumulation)
+    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
+    tokens = round(tokens_per_epoch * steps / steps_per_epoch)
+    for name, number, most in (
+        ("steps", steps, job.most_steps),
+        ("tokens", tokens, job.most_tokens),
+    ):
+        if most is not None and number > most:
+            field = "hyperparameters.max_steps" if hyper.max_steps else "hyperparameters.epochs"
+            raise JobError(field, f"the run would have {number} {name}; {most} is the limit")
+    return {
+        "rows": data.num_rows,
+        "examples": len(data.examples),
+        "truncated_rows": data.num_cut,
+        "dropped_rows": data.num_dropped,
+        "validation_rows": data.num_validation,
+        "leaked_rows": data.num_leaked,
+        "tokens": tokens,
+        "steps": steps,
+    }
+
+
 def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
     """Read a job's rows, and the adapter that it begins from. Raises DatasetError, JobError."""
     job = named.job
@@ -66,8 +112,8 @@ def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
         adapter = read_warm_start(job.warm_start, layout)
     if job.has_validation:
         held_out = HeldOut(
-            rows=_rows(data.validation),
-            every=interval(settings.steps, hyper.eval_steps),
+            rows=data.validation.rows(),
+            every=hyper.eval_steps or max(1, settings.steps // _NUM_EVALS),
             patience=hyper.patience,
         )
     return PreparedJob(
@@ -75,16 +121,10 @@ def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
         request=RunRequest(
             run_id=named.name,
             tenant=named.name,  # so that all jobs take turns
-            rows=_rows(data.examples),
+            rows=data.examples.rows(),
             settings=settings,
             adapter=adapter,
             held_out=held_out,
         ),
         started=started,
-    )
-
-
-def _rows(examples: ExampleStore) -> RunRows:
-    return RunRows.of(
-        (example.input_ids, [label != IGNORED for label in example.labels]) for example in examples
     )

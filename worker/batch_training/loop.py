@@ -1,4 +1,4 @@
-"""The loop behind `worker.train_many`: jobs into the batch, its events and adapters out.
+"""The loop behind `worker.train`: jobs into the batch, its events and adapters out.
 
 Start reading at `BatchTraining.run`.
 """
@@ -6,16 +6,14 @@ Start reading at `BatchTraining.run`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 
 from contract.training import JobError
@@ -25,20 +23,19 @@ from engine.training.errors import RunTooLarge, TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
 from engine.training.run import RunRequest
 from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
-from worker.batch_training.disk import CheckpointFolder, SavedRun, save_peft
-from worker.batch_training.jobs import NamedJob, PreparedJob, prepare
-from worker.batch_training.judging import CaseJudge, RunScores
-from worker.train import Stopped
-from worker.training.adapter_folder import base_name, write_adapter
+from worker.batch_training.base import OpenBase
+from worker.batch_training.disk import CheckpointFolder, SavedRun, reason
+from worker.batch_training.finishing import CANCELLED, Finishing, TrainedLora, final_loss
+from worker.batch_training.jobs import NamedJob, PreparedJob, kept_steps, prepare
+from worker.batch_training.kept_adapters import KeptAdapters
+from worker.child import Stopped
 from worker.training.chat_data import DatasetError
-from worker.training.checkpoints import reason
-from worker.training.loop import device_name, final_loss, peak_memory_bytes
+from worker.training.device import device_name, peak_memory_bytes
 
 #: emit(run, event, **fields)
 Emit = Callable[..., None]
 #: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
-_CANCELLED = "it was cancelled"
 #: Of the validations before a checkpoint, how many are told.
 _SHOWN_LOSSES = 256
 #: What the trainer calls a part of a run -> the field of the job that it comes from.
@@ -61,6 +58,8 @@ class _Run:
     """A job in the batch.
 
     losses      of its steps, validated: [step, loss] of the validations before it took part
+    told        the last progress
+    kept        steps after which its adapter is kept
     began       when it took part, by the monotonic clock
     first_step  the steps that it had made then, first_tokens the tokens
     saved_at    when its last checkpoint was taken
@@ -69,26 +68,20 @@ class _Run:
     prepared: PreparedJob
     losses: list[float] = field(default_factory=list)
     validated: list[list[float]] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
     first_step: int = 0
     first_tokens: int = 0
     began: float = 0.0
     saved_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A run whose adapter is there, and `done`, the fields of its event."""
-
-    named: NamedJob
-    adapter: Mapping[str, torch.Tensor]
-    done: dict[str, Any]
-
-
 class BatchTraining:
     """Trains jobs of one base in one batch.
 
     checkpoint_s  a run's checkpoint is older than this only while another's is being written
-    judge         scores the adapters of jobs with a `judge_dir`; None: nothing does
+    base          trains draft heads, and scores the adapters of jobs with a `judge_dir`; None: the
+                  trainer is in another process
     failures      jobs that ended with an error of their own
     left_over     jobs that the trainer has no room for, whoever else ends
     """
@@ -100,17 +93,16 @@ class BatchTraining:
         folder: CheckpointFolder,
         emit: Emit,
         checkpoint_s: float,
-        judge: CaseJudge | None = None,
+        base: OpenBase | None = None,
     ) -> None:
-        self._judge = judge
-        self._unjudged: dict[str, _Ended] = {}
         self._trainer, self._codec = trainer, codec
         self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
         self._runs: dict[str, _Run] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
         self._writing: tuple[str, int, Future[None]] | None = None
         self._is_warned = False  # that a state could not be written
-        self._finishing: deque[tuple[str, dict[str, Any], Future[None]]] = deque()
+        self._kept = KeptAdapters(self._writer, self._tell)
+        self._finishing = Finishing(base, folder, self._writer, emit, self._fail)
         self._is_stopped = False
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
@@ -127,19 +119,14 @@ class BatchTraining:
         reader = ThreadPoolExecutor(1, "rows")
         try:
             self._train(deque(jobs), reader, more or NoMoreJobs())
-        except Stopped:
-            self._judge_no_more()
-            self._say_done(wait=True)
-            self._save_all()
-            raise
-        except BrokenPipeError:
-            self._judge_no_more()
+        except (Stopped, BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):
+                self._finishing.stop()
             self._save_all()
             raise
         finally:
             reader.shutdown(cancel_futures=True)
-            if self._judge is not None:
-                self._judge.close()
+            self._finishing.close()
             self._writer.shutdown()
 
     @property
@@ -167,7 +154,8 @@ class BatchTraining:
                 raise Stopped
             left.extend(more.take())
             if not (left or ahead or self._has_work):
-                self._say_done(wait=True)
+                self._kept.tell(wait=True)
+                self._finishing.tell(wait=True)
                 self._finish_writing()
                 if self.left_over or not more.may_come:
                     return
@@ -183,13 +171,13 @@ class BatchTraining:
             self._step_began = time.monotonic()
             for event in self._trainer.step():
                 self._report(event)
-            self._judge_some()
-            self._say_done()
+            self._kept.tell()
+            self._finishing.step(may_wait=not self._trainer.has_work)
             self._save_the_oldest()
 
     @property
     def _has_work(self) -> bool:
-        return self._trainer.has_work or bool(self._unjudged)
+        return self._trainer.has_work or self._finishing.has_work
 
     def _cancel(self) -> None:
         """Drop the runs that are to end."""
@@ -198,23 +186,8 @@ class BatchTraining:
                 if name in self._paused:
                     self._save(name)
                 self._trainer.cancel(name)
-            elif name in self._unjudged:
-                self._judge_no_more(name)
-
-    def _judge_some(self) -> None:
-        """Score some cases of a run that has ended, after a step of those that have not."""
-        if self._judge is not None and self._unjudged:
-            scores = self._judge.step(may_wait=not self._trainer.has_work)
-            if scores is not None:
-                self._finish(self._unjudged.pop(scores.name), scores)
-
-    def _judge_no_more(self, *names: str) -> None:
-        """Have these adapters, or all, written without scores."""
-        for name in names or list(self._unjudged):
-            if self._judge is not None:
-                self._judge.drop(name)
-            scores = RunScores(name, None, "the batch was stopped, or the run")
-            self._finish(self._unjudged.pop(name), scores)
+            elif self._finishing.cancel(name):
+                self._fail(name, CANCELLED)
 
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
@@ -233,7 +206,7 @@ class BatchTraining:
     def _add(self, named: NamedJob, rows: Future[PreparedJob]) -> None:
         """Put a job into the batch: from its checkpoint, if it has one of this very job."""
         if named.name in self._cancelled:
-            self._fail(named.name, _CANCELLED)
+            self._fail(named.name, CANCELLED)
             return
         try:
             prepared = _prepared(rows)
@@ -254,7 +227,10 @@ class BatchTraining:
             self._fail(named.name, str(error), field_of or getattr(error, "field", None))
             return
         losses, validated = ([], []) if saved is None else (saved.losses, saved.validated)
-        self._runs[named.name] = _Run(prepared, losses, validated)
+        run = self._runs[named.name] = _Run(prepared, losses, validated)
+        if named.job.kept_dir is not None:
+            number = named.job.hyperparameters.checkpoints
+            run.kept = kept_steps(prepared.request.settings.steps, number)
 
     def _report(self, event: Event) -> None:
         run = self._runs[event.run_id]
@@ -278,29 +254,30 @@ class BatchTraining:
         elapsed = time.monotonic() - run.began
         steps = run.prepared.request.settings.steps
         per_step = elapsed / (event.step - run.first_step)
-        self._emit(
-            event.run_id,
-            "progress",
-            step=event.step,
-            steps=steps,
-            loss=round(event.loss, 4),
-            learning_rate=event.learning_rate,
-            tokens_per_s=round((event.tokens - run.first_tokens) / elapsed, 1),
-            eta_s=round(per_step * (steps - event.step), 1),
-            trained_tokens=event.tokens,
-            memory_bytes=peak_memory_bytes(),
+        run.told = {
+            "step": event.step,
+            "steps": steps,
+            "loss": round(event.loss, 4),
+            "learning_rate": event.learning_rate,
+            "tokens_per_s": round((event.tokens - run.first_tokens) / elapsed, 1),
+            "eta_s": round(per_step * (steps - event.step), 1),
+            "trained_tokens": event.tokens,
+            "memory_bytes": peak_memory_bytes(),
             **_figures(
                 validation_loss=event.validation_loss,
                 best_step=event.best_step,
                 best_loss=event.best_loss,
             ),
-        )
+        }
+        self._emit(event.run_id, "progress", **run.told)
+        if event.step in run.kept and (saved := self._trainer.checkpoint(event.run_id)) is not None:
+            self._kept.write(run.prepared, run.told, saved)
 
     def _report_end(self, run: _Run, event: RunEnded) -> None:
         name, job = event.run_id, run.prepared.named.job
         del self._runs[name]
         if event.adapter is None:
-            problem = event.error.message if event.error else _CANCELLED
+            problem = event.error.message if event.error else CANCELLED
             field_of = event.error.param if event.error else None
             if field_of:
                 field_of = f"hyperparameters.{field_of}"
@@ -312,41 +289,9 @@ class BatchTraining:
             "final_loss": round(final_loss(run.losses), 4),
             "trained_tokens": event.tokens,
             **_figures(best_step=event.best_step, best_loss=event.best_loss),
-            "seconds": round(time.monotonic() - run.began, 1),
         }
-        ended = _Ended(run.prepared.named, event.adapter, done)
-        if job.judge_dir is None:
-            self._finish(ended)
-        elif self._judge is None:
-            self._finish(ended, RunScores(name, None, "a serving worker trained the batch"))
-        else:
-            # Before its adapter is there, so that whoever finds that finds the scores, too.
-            self._unjudged[name] = ended
-            self._emit(name, "judging")
-            self._judge.add(ended.named, ended.adapter)
-
-    def _finish(self, ended: _Ended, scores: RunScores | None = None) -> None:
-        """Begin to write a finished run's adapter."""
-        written = self._writer.submit(self._write, ended, scores)
-        self._finishing.append((ended.named.name, ended.done, written))
-
-    def _write(self, ended: _Ended, scores: RunScores | None) -> None:
-        """Write a finished run's adapter, with its scores, in the writer's thread."""
-        job = ended.named.job
-        self._folder.save_result(ended.named.name, ended.done)
-        save = functools.partial(save_peft, ended.adapter, job.hyperparameters)
-        if scores is None:
-            write_adapter(save, base_name(job), job.output_dir)
-        else:
-            write_adapter(save, base_name(job), job.output_dir, scores.write)
-
-    def _say_done(self, wait: bool = False) -> None:
-        """Report the runs whose adapters are written; with `wait`, all that have finished."""
-        while self._finishing and (wait or self._finishing[0][2].done()):
-            name, done, written = self._finishing.popleft()
-            written.result()
-            self._emit(name, "done", **done)
-            self._folder.drop(name)
+        trained = TrainedLora(run.prepared, event.adapter, event.step, run.told, done, run.began)
+        self._finishing.add(trained)
 
     def _fail(self, name: str, message: str, field_of: str | None = None) -> None:
         self.failures += 1
