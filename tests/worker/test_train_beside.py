@@ -28,8 +28,9 @@ from engine.training.parameters import AdapterLayout
 from tests.fakes import fake_config
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
-from tests.worker.test_train_many import adapter_of, train_here, write_jobs
+from tests.worker.test_train_many import write_jobs
 from tests.worker.test_train_many_join import Orders, is_step, train, write
+from tests.worker.training.job_runs import adapter_of, train_here
 from worker.batch_training import away
 from worker.batch_training.disk import CheckpointFolder
 from worker.batch_training.jobs import NamedJob, settings_of

@@ -1,4 +1,4 @@
-"""`worker.train_many --control` as the platform uses it: orders in, checkpoints beside the jobs."""
+"""`worker.train --control` as the platform uses it: orders in, checkpoints beside the jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.batch_training.disk import CheckpointFolder
 
 
 def start(jobs: list[Path]) -> Trainer | subprocess.Popen[str]:
-    return start_trainer("worker.train_many", "--control", "-", *map(str, jobs))
+    return start_trainer("worker.train", "--control", "--checkpoints=-", *map(str, jobs))
 
 
 def test_a_cancelled_run_ends_alone_and_the_end_of_the_orders_saves_the_others(
