@@ -1,4 +1,4 @@
-"""`worker.train_many --worker`: jobs trained by the engine process that serves, in this process."""
+"""`worker.train --worker`: jobs trained by the engine process that serves, in this process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.worker.training.job_runs import (
 )
 from worker.batch_training.disk import CheckpointFolder
 from worker.batch_training.loop import BatchTraining
-from worker.train import Stopped
+from worker.child import Stopped
 
 
 @pytest.fixture(scope="module")

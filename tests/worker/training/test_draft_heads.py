@@ -12,7 +12,6 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from worker.training.example_store import IGNORED
 
 from contract.base_shape import BaseShape
 from contract.draft_heads import head_names, is_head_tensor
@@ -29,9 +28,9 @@ from tests.worker.training.job_runs import (
     write_job,
     write_rows,
 )
-from worker.train import Stopped
+from worker.child import Stopped
 from worker.training.chat_data import load_examples
-from worker.training.draft_heads import Heads, targets_of
+from worker.training.draft_heads import IGNORED, Heads, targets_of
 
 NUM_HEADS = 3
 ANSWER = "how are you? {json: 12} hello world, how are you? {json: 21} world world"
