@@ -306,7 +306,7 @@ def _import_workers() -> None:
 def _import_trainers() -> None:
     """What a training of the tests' tiny models imports, also late."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # imported already
-    for package in ("training", "batch_training", "inspection", "text"):
+    for package in ("training", "inspection", "text"):
         for path in sorted((ROOT / "worker" / package).glob("*.py")):
             importlib.import_module(f"worker.{package}.{path.stem}")
     for name in (

@@ -89,15 +89,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from contract.training import JobError, TrainJob
-from worker.batch_training.arrivals import Arrivals
-from worker.batch_training.orders import read_orders
 from worker.child import DISK_FULL, EventLog, Stopped, is_disk_full, take_stdout
+from worker.training.arrivals import Arrivals
+from worker.training.orders import read_orders
 
 if TYPE_CHECKING:
-    from worker.batch_training.away import AwayTraining
-    from worker.batch_training.disk import CheckpointFolder
-    from worker.batch_training.jobs import NamedJob
-    from worker.batch_training.loop import BatchTraining
+    from worker.training.away import AwayTraining
+    from worker.training.disk import CheckpointFolder
+    from worker.training.jobs import NamedJob
+    from worker.training.loop import BatchTraining
 
 _CHECKPOINT_S = 60.0
 #: Size of a job's rows above which a serving worker, which would have them in memory, is not asked.
@@ -201,7 +201,7 @@ class Training:
 
     def _read_arrivals(self) -> None:
         """Read the jobs that have come."""
-        from worker.batch_training.jobs import NamedJob, check_settings
+        from worker.training.jobs import NamedJob, check_settings
 
         for name in self._arrivals.take():
             result = self._folder.load_result(name)
@@ -250,8 +250,8 @@ class Training:
 
     def _train_together(self, base: Path) -> None:
         """Train the jobs of one base, and those that join them."""
-        from worker.batch_training.away import AwayTraining
-        from worker.batch_training.remote import TrainerRefuses
+        from worker.training.away import AwayTraining
+        from worker.training.remote import TrainerRefuses
 
         options, joining = self._options, _Joining(self, base)
         if options.worker is None:
@@ -270,8 +270,8 @@ class Training:
         import torch
 
         from engine.errors import OutOfMemory, UnsupportedModel
-        from worker.batch_training.base import open_base
-        from worker.batch_training.loop import BatchTraining
+        from worker.training.base import open_base
+        from worker.training.loop import BatchTraining
 
         options, jobs = self._options, joining.take()
         try:
@@ -368,7 +368,7 @@ def _open_folder(options: argparse.Namespace) -> Iterator[CheckpointFolder]:
     """Yield the folder for the checkpoints; without --checkpoints nothing of it stays."""
     # Imports make no garbage: a fifth of their time would be for a look at it.
     gc.disable()
-    from worker.batch_training.disk import CheckpointFolder
+    from worker.training.disk import CheckpointFolder
 
     gc.enable()
     if options.checkpoints is not None:

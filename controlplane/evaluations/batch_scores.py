@@ -1,7 +1,7 @@
 """Log-probabilities that the batch which trained a version computed, instead of serving workers.
 
 While a run is trained, its folder has the expected answers of the suite of its adapter's gate, and
-the version that is live. The child scores them under both (`worker.batch_training.judging`). The
+the version that is live. The child scores them under both (`worker.training.judging`). The
 gate's two evaluations take the scores, if all that they are of is still what is compared. Both do
 or neither does: in another program the same model's numbers differ in their last digits.
 """

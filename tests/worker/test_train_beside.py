@@ -31,14 +31,14 @@ from tests.trainers import train_in_float32
 from tests.worker.test_train_many import write_jobs
 from tests.worker.test_train_many_join import Orders, is_step, train, write
 from tests.worker.training.job_runs import adapter_of, train_here
-from worker.batch_training import away
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.remote import RemoteTrainer, TrainerBusy, TrainerRefuses
 from worker.config import ConfigError, TrainingConfig, WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.process import EngineProcess, make_host
 from worker.engine_process.training_host import TrainingHost
+from worker.training import away
+from worker.training.disk import CheckpointFolder
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.remote import RemoteTrainer, TrainerBusy, TrainerRefuses
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,11 @@ from tests.worker.training.job_runs import (
     write_job,
     write_rows,
 )
-from worker.batch_training import base
-from worker.batch_training.base import open_base
-from worker.batch_training.disk import CheckpointFolder, SavedRun
-from worker.batch_training.jobs import NamedJob, kept_steps
 from worker.child import is_disk_full
-from worker.training import chat_data
+from worker.training import base, chat_data
+from worker.training.base import open_base
+from worker.training.disk import CheckpointFolder, SavedRun
+from worker.training.jobs import NamedJob, kept_steps
 
 
 @pytest.fixture(scope="module")

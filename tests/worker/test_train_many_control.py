@@ -10,7 +10,7 @@ from typing import Any
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import Trainer, start_trainer
 from tests.worker.test_train_many import write_jobs
-from worker.batch_training.disk import CheckpointFolder
+from worker.training.disk import CheckpointFolder
 
 
 def start(jobs: list[Path]) -> Trainer | subprocess.Popen[str]:

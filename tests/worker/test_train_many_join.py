@@ -32,8 +32,8 @@ from tests.worker.training.job_runs import (
     write_chats,
     write_job,
 )
-from worker.batch_training import base
-from worker.batch_training.jobs import NamedJob, settings_of
+from worker.training import base
+from worker.training.jobs import NamedJob, settings_of
 
 Event = dict[str, Any]
 

@@ -18,9 +18,9 @@ from contract.protocol import adapter_digest
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
 from tests.worker.training.job_runs import train_here, write_chats, write_job
-from worker.batch_training import judging as worker_judging
 from worker.child import Stopped
 from worker.train import Training
+from worker.training import judging as worker_judging
 
 GIVEN = Given(
     suite_version="01234567-89ab-cdef-0123-456789abcdef",

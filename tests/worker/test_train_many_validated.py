@@ -25,9 +25,9 @@ from tests.worker.training.job_runs import (
     write_chats,
     write_job,
 )
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.loop import BatchTraining
 from worker.child import Stopped
+from worker.training.disk import CheckpointFolder
+from worker.training.loop import BatchTraining
 
 
 @pytest.fixture(scope="module")

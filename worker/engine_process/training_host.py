@@ -25,7 +25,7 @@ from engine.errors import OutOfMemory
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import TrainingError
 from engine.training.trainer import BatchTrainer
-from worker.batch_training.wire import (
+from worker.training.wire import (
     BadMessage,
     Message,
     error_fields,

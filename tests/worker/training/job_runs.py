@@ -17,10 +17,10 @@ from contract.training import TrainJob
 from engine.text.codec import TextCodec
 from engine.training.run import RunRequest, RunRows
 from tests.trainers import Trainer, start_trainer
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.jobs import NamedJob, prepare
 from worker.child import EventLog
 from worker.train import Training, _open_folder
+from worker.training.disk import CheckpointFolder
+from worker.training.jobs import NamedJob, prepare
 
 ROOT = Path(__file__).parents[3]
 Event = dict[str, Any]

@@ -9,8 +9,8 @@ from engine.model.config import ModelConfig
 from engine.text.codec import TextCodec
 from engine.training.parameters import AdapterLayout
 from engine.training.run import HeldOut, RunRequest, RunSettings, unsupported
-from worker.batch_training.warm_start import read_warm_start
 from worker.training.chat_data import Examples, load_data
+from worker.training.warm_start import read_warm_start
 
 #: Validations of a training whose interval is not given.
 _NUM_EVALS = 10

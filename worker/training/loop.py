@@ -22,15 +22,15 @@ from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunTooLarge, TrainingError
 from engine.training.events import Event, RunEnded, RunProgress, RunStarted
 from engine.training.run import RunRequest
-from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
-from worker.batch_training.base import OpenBase
-from worker.batch_training.disk import CheckpointFolder, SavedRun, reason
-from worker.batch_training.finishing import CANCELLED, Finishing, TrainedLora, final_loss
-from worker.batch_training.jobs import NamedJob, PreparedJob, kept_steps, prepare
-from worker.batch_training.kept_adapters import KeptAdapters
 from worker.child import Stopped
+from worker.training.arrivals import MoreJobs, NoMoreJobs
+from worker.training.base import OpenBase
 from worker.training.chat_data import DatasetError
 from worker.training.device import device_name, peak_memory_bytes
+from worker.training.disk import CheckpointFolder, SavedRun, reason
+from worker.training.finishing import CANCELLED, Finishing, TrainedLora, final_loss
+from worker.training.jobs import NamedJob, PreparedJob, kept_steps, prepare
+from worker.training.kept_adapters import KeptAdapters
 
 #: emit(run, event, **fields)
 Emit = Callable[..., None]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from contract.training import JobError
-from worker.batch_training.base import OpenBase
-from worker.batch_training.disk import CheckpointFolder, save_peft
-from worker.batch_training.jobs import NamedJob, PreparedJob
-from worker.batch_training.judging import RunScores
 from worker.training.adapter_folder import base_name, write_adapter
+from worker.training.base import OpenBase
+from worker.training.disk import CheckpointFolder, save_peft
 from worker.training.draft_heads import HeadTraining
+from worker.training.jobs import NamedJob, PreparedJob
+from worker.training.judging import RunScores
 
 CANCELLED = "it was cancelled"
 

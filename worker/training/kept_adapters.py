@@ -16,9 +16,9 @@ from contract.training import METRICS_FILE
 from engine.model.config import ModelConfig
 from engine.training.checkpoint import MASTER, Checkpoint
 from engine.training.parameters import AdapterLayout
-from worker.batch_training.disk import reason, save_peft
-from worker.batch_training.jobs import PreparedJob
 from worker.training.adapter_folder import base_name, write_adapter
+from worker.training.disk import reason, save_peft
+from worker.training.jobs import PreparedJob
 
 
 class KeptAdapters:

@@ -16,10 +16,10 @@ from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, p
 from engine.training.model import TrainingModel
 from engine.training.run import RunRequest
 from engine.training.trainer import BatchTrainer, TrainerConfig
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.judging import CaseJudge
 from worker.training import device
 from worker.training.draft_heads import HeadTraining
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.judging import CaseJudge
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
