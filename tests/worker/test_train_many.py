@@ -225,7 +225,7 @@ def test_a_wrong_job_ends_alone(tmp_path: Path, tiny_base: Path) -> None:
     assert events["one"][-1]["event"] == "done"
     [two], [three] = events["two"], events["three"]
     assert two["event"] == three["event"] == "error"
-    assert "line 1: messages" in two["message"]
+    assert "line 1 has neither `messages`" in two["message"]
     assert "learning_rate" in three["message"]
 
 
@@ -406,5 +406,5 @@ def test_a_run_that_the_gpu_has_no_room_for_names_what_takes_less(
     monkeypatch.setattr(TrainingModel, "backward", full)
     code, events = train_here(tmp_path / "state", list(jobs.values()))
     ends = {name: told[-1]["event"] for name, told in events.items()}
-    assert (code, ends) == (2, {"one": "done", "two": "done", "three": "error"})
-    assert "smaller max_length" in events["three"][-1]["message"]
+    assert (code, ends) == (2, {"one": "error", "two": "done", "three": "done"})
+    assert "smaller max_length" in events["one"][-1]["message"]

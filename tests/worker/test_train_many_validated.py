@@ -49,7 +49,7 @@ def write(folder: Path, base: Path, job: dict[str, Any] | None = None, **hyper: 
     return path
 
 
-def test_jobs_are_validated_and_begin_from_an_adapter_as_peft_trains_them(
+def test_jobs_are_trained_as_peft_does_beside_their_validations(
     tmp_path: Path, tiny_base: Path
 ) -> None:
     first = write(tmp_path / "first", tiny_base, max_steps=8)
