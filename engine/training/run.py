@@ -185,7 +185,7 @@ class RunRows:
         """The name of the rows: of their tokens, their answers and where they begin."""
         digest = hashlib.sha256()
         for values in (self.token_ids, self.is_answer, torch.tensor(self.lengths)):
-            digest.update(memoryview(values.contiguous().numpy()).cast("B"))
+            digest.update(values.contiguous().numpy().data.cast("B"))
         return digest.hexdigest()
 
     def check(self, config: ModelConfig) -> None:

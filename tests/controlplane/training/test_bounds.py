@@ -50,7 +50,7 @@ def parties(acme: Party, globex: Party, tiny_base: BaseModel) -> tuple[Party, Pa
 
 def begin(run: TrainingRun) -> bool:
     with tenant_scope(run.tenant_id):
-        return execution._claim(run.pk) is not None
+        return picking.run_claim(run.pk) is not None
 
 
 def end(run: TrainingRun) -> None:
