@@ -290,9 +290,12 @@ class Training:
             self._fail_all(joining.left, error)
         except UnsupportedModel as error:
             self._fail_all(joining.left, JobError("base_model_dir", error.message))
-        except (OutOfMemory, torch.OutOfMemoryError) as error:
+        except (OutOfMemory, torch.OutOfMemoryError):
+            traceback.print_exc()
             largest, *others = sorted(joining.left, key=_size, reverse=True)
-            problem = f"the GPU has not enough memory; a smaller max_length takes less ({error})"
+            own = largest.job.gpu_share
+            share = "" if own is None else f", of which the run may use {own:g}"
+            problem = f"the GPU has not enough memory{share}; a smaller max_length takes less"
             self._fail(largest.name, JobError("hyperparameters.max_length", problem))
             self._wait_for_another(joining.base, others)
 

@@ -49,6 +49,11 @@ def training_next() -> None:
     folders_sweep()
     Batch(runs).run()
     folders_sweep()
+    send_waiting()
+
+
+def send_waiting() -> None:
+    """Send the run that is next, if one waits."""
     # The message for the tenant's next run may have been delivered, and dropped, during this run.
     waiting = picking.next_run()
     if waiting is not None:

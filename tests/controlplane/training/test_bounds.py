@@ -19,6 +19,7 @@ from controlplane.training import (
     execution,
     picking,
     row_check,
+    running,
     schedules,
     sending,
     services,
@@ -246,11 +247,11 @@ class TestTurns:
         sent: list[TrainingRun] = []
         monkeypatch.setattr(sending, "run_send", sent.append)
 
-        def fail(run: TrainingRun, *_: Any) -> None:
+        def fail(self: Any) -> None:
             execution.training_next()  # the message for the second
             raise InvalidRequest("enough")
 
-        monkeypatch.setattr(execution, "_train", fail)
+        monkeypatch.setattr(running.RunningRun, "_train", fail)
         execution.training_next()
         with tenant_scope(first.tenant_id):
             statuses = dict(TrainingRun.objects.values_list("pk", "status"))

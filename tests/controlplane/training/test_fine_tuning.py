@@ -314,7 +314,7 @@ def test_a_job_is_validated_with_its_file_and_keeps_the_best_state(
     hyperparameters = QUICK | {"eval_steps": 2}
     fields = {"suffix": "greeter", "hyperparameters": hyperparameters}
     run = make_job(in_acme, file, validation_file=others.public_id, **fields)
-    assert execution._salt(run) == file.pk.hex
+    assert running._salt(run) == file.pk.hex
     run = execute(run)
     job = shown(run)
     assert (job["status"], job["validation_file"]) == ("succeeded", others.public_id)
