@@ -90,7 +90,7 @@ def make_training(jobs: Sequence[Path], log: Heard, checkpoints: Path, **changes
     options = argparse.Namespace(
         checkpoints=str(checkpoints),
         jobs=[str(job) for job in jobs],
-        **{"token_budget": None, "max_runs": None, "checkpoint_s": 60.0, "worker": None},
+        **{"token_budget": None, "max_runs": None, "checkpoint_s": 1e9, "worker": None},
         join=False,
     )
     vars(options).update(changes)
