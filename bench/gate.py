@@ -3,7 +3,7 @@
     python -m bench.gate [--runs 10] [--decisions 500] [--threads 1] [--folder FOLDER] [--out FILE]
 
 `retrains` are real: a small base, one live version and `--runs` retrains of each kind are trained
-by one `worker.train_many`; each answers the suite's cases in the serving engine, which gives the
+by one `worker.train`; each answers the suite's cases in the serving engine, which gives the
 log-probabilities of the expected answers, too; the evaluation's own checks score them, its own
 search finds leaked cases, and the gate decides by its defaults. `synthetic` are decisions on drawn
 scores (tests/controlplane/evaluations/planted.py). Prints a table, writes
@@ -93,14 +93,15 @@ class Retrains:
         ]
         if not jobs:
             return
-        command = [sys.executable, "-m", "worker.train_many", str(self._folder / "checkpoints")]
+        command = [sys.executable, "-m", "worker.train"]
+        command.append(f"--checkpoints={self._folder / 'checkpoints'}")
         with subprocess.Popen([*command, *jobs], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for event in map(json.loads, child.stdout):
-                if event["event"] in ("error", "alone"):
+                if event["event"] in ("error", "later"):
                     print(event, file=sys.stderr)
         if child.returncode != 0:
-            raise RuntimeError(f"worker.train_many ended with {child.returncode}")
+            raise RuntimeError(f"worker.train ended with {child.returncode}")
 
     def _job(self, number: int, name: str) -> str:
         dataset, path = self._folder / f"{name}.jsonl", self._folder / f"{name}.json"

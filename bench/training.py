@@ -7,7 +7,7 @@
 
 `files` writes what the other cases read: `base/`, random weights of Llama-3.1-8B's shape (16 GB),
 and a `dataset-N.jsonl` for each run. A word is a token, so a row has exactly 256 tokens, of which
-the assistant writes 102. `together` trains all runs by `python -m worker.train_many`. `sequence`
+the assistant writes 102. `together` trains all runs by `python -m worker.train`. `sequence`
 does the same, and trains with PEFT in a plain loop, one process per run: `--alone` of them are
 measured, the rest is stated by multiplication. `one` is `python -m worker.train` on one run.
 `--share` is the part of each run's 64k tokens that is trained: the case then also states the time
@@ -210,18 +210,18 @@ def events_of(module: str, *arguments: str) -> Iterator[tuple[float, Event]]:
 
 
 def run_together(runs: Runs, options: argparse.Namespace) -> Event:
-    """Train all runs by `worker.train_many`; what took how long."""
+    """Train all runs by `worker.train`; what took how long."""
     first: dict[str, float] = {}
     tokens: dict[str, float] = {}
     kinds: Counter[str] = Counter()
     marks: list[tuple[float, int]] = []
-    given = [str(runs.work / "checkpoints"), *map(str, runs.jobs), "--checkpoint-s"]
+    given = [f"--checkpoints={runs.work / 'checkpoints'}", *map(str, runs.jobs), "--checkpoint-s"]
     step_tokens = min(BATCH, runs.rows) * LENGTH
-    for second, event in events_of("worker.train_many", *given, str(options.checkpoint_s)):
+    for second, event in events_of("worker.train", *given, str(options.checkpoint_s)):
         kind = event["event"]
         kinds[kind] += 1
         first.setdefault(kind, second)
-        if kind in ("error", "alone"):
+        if kind in ("error", "later"):
             print(json.dumps(event), file=sys.stderr, flush=True)
         if kind == "done":
             shutil.rmtree(event["output"])  # 168 MB each
@@ -239,7 +239,7 @@ def run_together(runs: Runs, options: argparse.Namespace) -> Event:
     whole_rate = total / (marks[-1][0] - first["progress"])
     before, after = first["progress"], last - marks[-1][0]
     case = {
-        "case": f"{runs.num} runs x {runs.tokens // 1024}k tokens, worker.train_many",
+        "case": f"{runs.num} runs x {runs.tokens // 1024}k tokens, worker.train",
         "runs": runs.num,
         "tokens": total,
         "tok_s": round(total / last),

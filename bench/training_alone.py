@@ -16,7 +16,6 @@ step_s        the median of the steps after the first
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -38,6 +37,7 @@ def plain(job_path: str) -> None:
     """Train a job with the Trainer as it comes; print the events that `measure` reads."""
     import torch
     from peft import LoraConfig, get_peft_model
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import (
         AutoModelForCausalLM,
         Trainer,
@@ -48,10 +48,8 @@ def plain(job_path: str) -> None:
 
     from contract.training import TrainJob
     from engine.text.codec import TextCodec
-    from worker.training.batches import collate
     from worker.training.chat_data import load_data
-    from worker.training.example_store import TrainingInputs
-    from worker.training.loop import training_dtype
+    from worker.training.device import training_dtype
 
     class Told(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -66,7 +64,23 @@ def plain(job_path: str) -> None:
     codec = TextCodec(job.base_model_dir)
     dtype = training_dtype()
     base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=dtype)
-    data = load_data(codec, job)
+    rows = load_data(codec, job).examples.rows()
+    dataset = []
+    for start, end in itertools.pairwise(rows.starts):
+        tokens = rows.token_ids[start:end].long()
+        labels = tokens.where(rows.is_answer[start:end], -100)
+        dataset.append({"input_ids": tokens, "labels": labels})
+
+    def collate(some: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        fills = {"input_ids": codec.end_id or 0, "labels": -100}
+        batch = {
+            name: pad_sequence([row[name] for row in some], True, fill)
+            for name, fill in fills.items()
+        }
+        lengths = torch.tensor([len(row["labels"]) for row in some])
+        places = torch.arange(int(lengths.max()))
+        return {**batch, "attention_mask": (places < lengths[:, None]).long()}
+
     set_seed(hyper.seed)
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -82,6 +96,7 @@ def plain(job_path: str) -> None:
             max_steps=hyper.max_steps or 1,
             learning_rate=hyper.learning_rate,
             lr_scheduler_type="cosine",
+            remove_unused_columns=False,
             warmup_steps=min(hyper.warmup_steps, (hyper.max_steps or 1) // 2),
             weight_decay=0.0,
             bf16=dtype == torch.bfloat16,
@@ -92,8 +107,8 @@ def plain(job_path: str) -> None:
             save_strategy="no",
             seed=hyper.seed,
         ),
-        train_dataset=TrainingInputs(data.examples),
-        data_collator=functools.partial(collate, pad_id=codec.end_id or 0),
+        train_dataset=dataset,
+        data_collator=collate,
         callbacks=[Told()],
     )
     print(json.dumps({"event": "started"}), flush=True)

@@ -91,7 +91,7 @@ def measure(way: str, base: Path, threads: int, steps: int) -> dict[str, float]:
         if way == "alone":
             parts = [train("worker.train", job) for job in jobs]
         else:
-            parts = [train("worker.train_many", str(folder / "checkpoints"), *jobs)]
+            parts = [train("worker.train", f"--checkpoints={folder / 'checkpoints'}", *jobs)]
     sums = {key: sum(part[key] for part in parts) for key in parts[0]}
     return {key: round(value, 1) for key, value in sums.items()} | {
         "tok_s": round(sums["tokens"] / sums["steps_s"], 1),

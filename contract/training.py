@@ -13,19 +13,8 @@ from contract.draft_heads import MAX_HEADS
 
 MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
-#: Seconds between two states of a training on the disk, unless its job says otherwise.
-CHECKPOINT_S = 30.0
 #: Beside a kept adapter's two files: its step and losses, as JSON.
 METRICS_FILE = "metrics.json"
-#: Hyperparameters that came after the first release; without them a run trains as it did then.
-LATER = (
-    "checkpoints",
-    "packing",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "quantization",
-    "draft_heads",
-)
 #: Name -> (whole numbers only, least, most).
 BOUNDS: dict[str, tuple[bool, float, float]] = {
     "rank": (True, 1, 256),
@@ -44,8 +33,6 @@ BOUNDS: dict[str, tuple[bool, float, float]] = {
     "gradient_accumulation": (True, 1, 256),
     "draft_heads": (True, 0, MAX_HEADS),
 }
-#: How a base may be stored while an adapter is trained over it: NF4 is QLoRA's four bits.
-QUANTIZATIONS = ("nf4",)
 _MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
 _YES_OR_NO = ("truncate", "packing", "gradient_checkpointing")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
@@ -88,10 +75,9 @@ class Hyperparameters:
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
-    packing: bool = False  # short rows share a sequence of max_length, and do not see each other
+    packing: bool = False  # taken and not needed: rows are never padded
     gradient_accumulation: int = 1  # batches of a step
-    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
-    quantization: str | None = None  # storage of the base during training; one of QUANTIZATIONS
+    gradient_checkpointing: bool = False  # on a CPU: a GPU's memory decides what is kept
     draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one
 
     def __post_init__(self) -> None:
@@ -102,9 +88,6 @@ class Hyperparameters:
         for name in _YES_OR_NO:
             if type(getattr(self, name)) is not bool:
                 raise JobError(f"hyperparameters.{name}", "must be true or false")
-        if self.quantization not in (None, *QUANTIZATIONS):
-            known = ", ".join(QUANTIZATIONS)
-            raise JobError("hyperparameters.quantization", f"must be one of {known}, or null")
 
     @property
     def rows_per_step(self) -> int:
@@ -155,13 +138,10 @@ def _check_fields(fields: dict[str, Any]) -> None:
         number = fields.get(name)
         if number is not None and (type(number) is not int or number < 1):
             raise JobError(name, "must be a positive number")
-    every_s = fields.get("checkpoint_s", 1.0)
-    if type(every_s) not in (int, float) or not 0.0 <= every_s <= 1e9:
-        raise JobError("checkpoint_s", "must be a number of seconds")
     gpu_share = fields.get("gpu_share")
     if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
         raise JobError("gpu_share", "must be a number above 0, at most 1")
-    for name in ("validation_dataset", "warm_start", "checkpoint", "kept_dir", "judge_dir"):
+    for name in ("validation_dataset", "warm_start", "kept_dir", "judge_dir"):
         path = fields.get(name)
         if path is not None and (not isinstance(path, str) or not path):
             raise JobError(name, "must be a path")
@@ -189,9 +169,6 @@ class TrainJob:
     #: An adapter_model.safetensors to begin from, with the hyperparameters' rank, alpha and target
     #: modules; None: PEFT's initial adapter.
     warm_start: Path | None = None
-    #: Folder where the state is saved regularly, and from which training resumes; None: nowhere.
-    checkpoint: Path | None = None
-    checkpoint_s: float = CHECKPOINT_S
     #: Where the adapters of `checkpoints` steps are kept; None: nowhere.
     kept_dir: Path | None = None
     #: The expected answers that a batch scores the adapter by: `contract.judging`; None: none.
@@ -218,8 +195,7 @@ class TrainJob:
             raise JobError("the job", "must be an object")
         _check_fields(fields)
         validation, warm_start = fields.get("validation_dataset"), fields.get("warm_start")
-        checkpoint, kept_dir = fields.get("checkpoint"), fields.get("kept_dir")
-        judge_dir = fields.get("judge_dir")
+        kept_dir, judge_dir = fields.get("kept_dir"), fields.get("judge_dir")
         job = cls(
             base_model_dir=Path(fields["base_model_dir"]),
             dataset=Path(fields["dataset"]),
@@ -233,8 +209,6 @@ class TrainJob:
             validation_dataset=Path(validation) if validation else None,
             salt=str(fields.get("salt") or ""),
             warm_start=Path(warm_start) if warm_start else None,
-            checkpoint=Path(checkpoint) if checkpoint else None,
-            checkpoint_s=float(fields.get("checkpoint_s", CHECKPOINT_S)),
             kept_dir=Path(kept_dir) if kept_dir else None,
             judge_dir=Path(judge_dir) if judge_dir else None,
         )

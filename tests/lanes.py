@@ -50,7 +50,6 @@ SLOW = (
     "demo",
     "worker/training/test_train.py",
     "worker/training/test_validation.py",
-    "worker/training/test_checkpoints.py",
     "worker/test_train_many_control.py",
     "worker/test_train_beside.py",
     "worker/inspection",

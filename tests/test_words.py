@@ -20,9 +20,7 @@ FINISHED = ("engine", "kernels", "worker", "cli", "contract", "lora_dash", "depl
 UNFINISHED = (
     "engine/training",
     "kernels/training",
-    "worker/batch_training",
     "worker/train.py",
-    "worker/train_many.py",
     "worker/training",
 )
 

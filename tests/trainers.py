@@ -27,8 +27,7 @@ def train_in_float32(patch: pytest.MonkeyPatch) -> None:
     """Also where the processor multiplies bfloat16, which rounds too coarsely to compare losses."""
     import torch
 
-    for module in ("worker.batch_training.base", "worker.training.loop"):
-        patch.setattr(f"{module}.training_dtype", lambda: torch.float32)
+    patch.setattr("worker.training.device.training_dtype", lambda: torch.float32)
 
 
 class Trainer:

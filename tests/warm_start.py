@@ -34,7 +34,7 @@ LATER = ("asgi", "beat", "celery", "serve", "settings", "urls")
 #: Those that tests start by `-m`.
 MODULES = ("controlplane.serve", "tests.live_adapter", "tests.live_seed", "tests.live_warmth")
 #: Programs that train, which tests start by `-m`.
-TRAINERS = ("worker.train", "worker.train_many")
+TRAINERS = ("worker.train",)
 #: The worker with an echoing engine. The real one starts as it does for users.
 WORKER = "tests.fake_worker"
 SETTINGS = "DJANGO_SETTINGS_MODULE"
@@ -306,7 +306,7 @@ def _import_workers() -> None:
 def _import_trainers() -> None:
     """What a training of the tests' tiny models imports, also late."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # imported already
-    for package in ("training", "batch_training", "inspection", "text"):
+    for package in ("training", "inspection", "text"):
         for path in sorted((ROOT / "worker" / package).glob("*.py")):
             importlib.import_module(f"worker.{package}.{path.stem}")
     for name in (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.adapter_problems import AdapterProblems
-from worker.train import take_stdout
+from worker.child import take_stdout
 
 
 def answer_job(read: Callable[[Path], Any], work: Callable[[Any], dict[str, Any]]) -> int:

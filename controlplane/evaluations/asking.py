@@ -3,7 +3,7 @@
 The requests go through the fair queue as the tenant's own, after interactive ones; they are limited
 and billed like the playground's, under `ENDPOINT`. Answers are greedy, with a seed. An expected
 answer is scored by the tokens that training learns: those after the prompt, up to the one that
-ends the turn, each given all before it. `worker.batch_training.judging` scores the same tokens:
+ends the turn, each given all before it. `worker.training.judging` scores the same tokens:
 evaluations with `scored_in` have its scores, and no worker is asked for them (`batch_scores`).
 """
 

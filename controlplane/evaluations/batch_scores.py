@@ -1,7 +1,7 @@
 """Log-probabilities computed by the batch that trained a version, instead of serving workers.
 
 While a run is trained, its folder has the expected answers of the suite of its adapter's gate, and
-the live version. The child scores the answers under both (`worker.batch_training.judging`). The
+the live version. The child scores the answers under both (`worker.training.judging`). The
 gate's two evaluations take these scores if version, live version and suite are still the same. Both
 do or neither, because another program computes other last digits.
 """

@@ -10,7 +10,7 @@ class FineTuningConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.files.services import files_made
         from controlplane.fine_tuning.results import result_file_make
-        from controlplane.training.execution import BEFORE_SUCCESS
+        from controlplane.training.publishing import BEFORE_SUCCESS
 
         BEFORE_SUCCESS.append(result_file_make)
         files_made.connect(_made_files)

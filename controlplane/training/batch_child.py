@@ -1,7 +1,8 @@
-"""Run `python -m worker.train_many` over the jobs of several runs. Does not use the database.
+"""Run `python -m worker.train` over the jobs of several runs. Does not use the database.
 
-Each run has a thread, which calls `BatchChild.train` as it would call `run_trainer`; the thread
-that calls `BatchChild.run` starts the one child and hands its events to theirs.
+Each run has a thread, which trains it at a `Place` of the child; the thread that calls
+`BatchChild.run` starts the one child and hands its events to theirs. Only the child imports torch:
+its crash does not end this process.
 """
 
 from __future__ import annotations
@@ -19,41 +20,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.judging import MOST_S, MOST_WAIT_S
 from contract.training import TrainJob
 from controlplane.training.last_lines import for_tenant, last_lines
 from controlplane.training.trainer import (
-    DISK_FULL,
     LOST,
     MAX_ERROR_CHARS,
-    MAX_LINE_BYTES,
     NO_ROOM,
-    Listener,
-    Reader,
-    Ticks,
-    Told,
+    Event,
+    TrainedRun,
     TrainerStopped,
     TrainingAbandoned,
     TrainingFailed,
     TrainingPaused,
-    check_end,
-    parse_event,
-    stop_child,
-    tell_again,
 )
 
 log = logging.getLogger(__name__)
 
-#: Longest age of a run's state on the disk.
-CHECKPOINT_S = 45.0
-#: Time that a paused run may take to write its state.
+#: Seconds after which a run's state is on the disk, at most.
+CHECKPOINT_S = 30.0
+#: Seconds that a run which is paused may take to write its state.
 SAVE_TIMEOUT_S = 20.0
-#: Time reserved for a run's scores, beside their passes, before its time limit.
-_SLACK_S = 60.0
-#: Events of a run that will be trained after the batch.
-_AFTER_THE_BATCH = ("alone", "later")
-Event = dict[str, Any]
-#: Settings of torch's allocator, which grows segments, because memory of a GPU is short.
+#: Seconds that the child may take to end after SIGTERM before it is killed.
+STOP_TIMEOUT_S = 10.0
+MAX_LINE_BYTES = 64 * 1024
+#: The child's exit code for jobs or data that are wrong.
+_WRONG_JOB = 2
+#: Its exit code where no room is left on the disk.
+DISK_FULL = 4
+#: Where a GPU's memory is short, pieces of fixed sizes are made over again.
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -88,6 +82,7 @@ class BatchChild:
         self._child: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._is_closed = max_runs is None  # no run may join any more
+        self._is_abandoned = False  # a run ended that the child may still train
         self._has_ended = False
         self._returncode = 0
 
@@ -127,62 +122,49 @@ class BatchChild:
         self._is_closed |= self._child is not None and is_idle
         if self._is_closed and not self._missing and self._max_runs is not None:
             self._send({"last": True})
+        if is_idle and self._is_abandoned and self._child is not None:
+            self._child.kill()  # it may be reading rows that nobody waits for
         self._changed.notify_all()
 
-    def train(
-        self,
-        job: TrainJob,
-        folder: Path,
-        listener: Listener,
-        reader: Reader = lambda event: None,
-        *,
-        lock: int,
-        tick_s: float,
-        timeout_s: float,
-    ) -> None:
-        """Train a run beside the others; see `run_trainer`.
+    def place(self) -> Place:
+        """Return the place of a run that is expected; its thread trains there, and closes it."""
+        return Place(self)
 
-        lock  a descriptor that the child keeps open
-        """
-        ticks = Ticks(listener, tick_s=tick_s, timeout_s=timeout_s)
-        if job.output_dir.exists():  # complete: the trainer before was lost before it published
-            self.leave()
-            tell_again(folder, ticks, reader)
-            return
+    def train(self, job: TrainJob, run: TrainedRun) -> None:
+        """Train a run beside the others: `Trainer` says the rest."""
         events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        path = self._give(job, folder, events, lock)
+        path = self._give(job, run, events)
         try:
-            self._follow(events, ticks, reader, folder)
+            self._follow(events, run)
         except TrainingPaused:
             if self._order("pause", path):
-                _await_end(events, reader)
+                _await_end(events, run)
             raise
         except (TrainingAbandoned, TrainingFailed):
             self._order("cancel", path)
+            self._is_abandoned = True
             raise
         finally:
             with self._changed:
                 self.num_training -= 1
                 self._note_change()
 
-    def _give(
-        self, job: TrainJob, folder: Path, events: queue.SimpleQueue[Event | None], lock: int
-    ) -> str:
+    def _give(self, job: TrainJob, run: TrainedRun, events: queue.SimpleQueue[Event | None]) -> str:
         """Have the child train a run: from its start, or beside those that it trains already.
 
         -> its name there, another one each time that a run comes in the same folder
         """
         with self._changed:
             self._num_given += 1
-            path = str(folder / f"job-{self._num_given}.json")
+            path = str(run.folder / f"job-{self._num_given}.json")
             job.write(Path(path))
             self._events[path] = events
             if self._has_ended:
                 events.put(None)
             elif self._child is None:
-                self._locks.append(lock)
+                self._locks.append(run.lock)
             else:
-                self._send({"add": path, "lock": True}, lock)
+                self._send({"add": path, "lock": True}, run.lock)
             self.num_training += 1
             self._missing -= 1
             self._note_change()
@@ -219,6 +201,7 @@ class BatchChild:
             joins = self._max_runs is not None
             options = [
                 "--control",
+                "--checkpoints=-",
                 *(("--join",) if joins else ()),
                 "--checkpoint-s",
                 str(CHECKPOINT_S),
@@ -229,7 +212,7 @@ class BatchChild:
             self._orders, theirs = socket.socketpair()
             with theirs:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "worker.train_many", *options, "-", *paths],
+                    [sys.executable, "-m", "worker.train", *options, *paths],
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -243,7 +226,7 @@ class BatchChild:
         assert child.stdout is not None
         while line := child.stdout.readline(MAX_LINE_BYTES):
             event = parse_event(line)
-            if event.get("event") in _AFTER_THE_BATCH:
+            if event.get("event") == "later":  # it waits until nobody joins the batch any more
                 self.close()
             events = self._events.get(str(event.pop("run", "")))
             if events is not None:
@@ -263,71 +246,103 @@ class BatchChild:
                 socket.send_fds(self._orders, [json.dumps(order).encode() + b"\n"], locks)
 
     def _log_end(self) -> None:
-        if self._returncode in (0, 2):  # every run has reported its end
+        # Every run has said how it ended, or was abandoned.
+        if self._returncode in (0, _WRONG_JOB) or self._is_abandoned:
             return
         told = {"exit_code": self._returncode, "last_lines": last_lines(self._stderr)}
         is_stopped = self._returncode < 0 or self._returncode == 143
         log.log(logging.WARNING if is_stopped else logging.ERROR, "the batch ended", extra=told)
 
-    def _follow(
-        self,
-        events: queue.SimpleQueue[Event | None],
-        ticks: Ticks,
-        reader: Reader,
-        folder: Path,
-    ) -> None:
-        """Read a run's events until its adapter is there; raises as `run_trainer` does."""
-        told = _Told()
-        while not told.is_done:
+    def _follow(self, events: queue.SimpleQueue[Event | None], run: TrainedRun) -> None:
+        """Pass a run's events on until its adapter is there."""
+        while not run.is_done:
             try:
-                event = events.get(timeout=ticks.tell_if_due(told.progress))
+                event = events.get(timeout=run.tick())
             except queue.Empty:
                 continue
             if event is None:
                 raise self._ended()
-            if event.get("event") == "judging" and not told.is_judged:
-                told.is_judged = True  # it is trained, so a missing score is no failure
-                ticks.allow_more(MOST_S + MOST_WAIT_S + _SLACK_S)
-            reader(event)
-            told.note(event)
-        told.keep(folder)
-        ticks.tell(told.progress)
+            run.note(event)
 
     def _ended(self) -> Exception:
         """Return the error for a child that ended without a word on a run."""
         if self._num_given == 1:  # also raises
-            check_end(self._returncode, {}, self._stderr)
+            check_end(self._returncode, self._stderr)
         # Also when it crashed: any of the runs may be the reason, and each is tried again.
         return TrainerStopped(NO_ROOM if self._returncode == DISK_FULL else LOST)
 
 
-def _await_end(events: queue.SimpleQueue[Event | None], reader: Reader) -> None:
-    """Read until the child reports the end of a paused run: its state is written."""
+class Place:
+    """The place of one run in a child: the `Trainer` of that run. Close it."""
+
+    def __init__(self, child: BatchChild) -> None:
+        self._child, self._is_taken = child, False
+
+    @property
+    def num_training(self) -> int:
+        """Runs that the child trains now."""
+        return self._child.num_training
+
+    def train(self, job: TrainJob, run: TrainedRun) -> None:
+        """Train the run; `Trainer` says the rest."""
+        self._is_taken = True
+        self._child.train(job, run)
+
+    def close(self) -> None:
+        """Let the child not wait for a run that was not trained after all."""
+        if not self._is_taken:
+            self._child.leave()
+
+
+def _await_end(events: queue.SimpleQueue[Event | None], run: TrainedRun) -> None:
+    """Read until the child says that a run which is paused has ended: its state is written."""
     give_up_at = time.monotonic() + SAVE_TIMEOUT_S
     with contextlib.suppress(queue.Empty):
         while (event := events.get(timeout=max(0.0, give_up_at - time.monotonic()))) is not None:
             if event.get("event") in ("error", "done"):
                 return
-            reader(event)
+            run.note(event)
 
 
-class _Told(Told):
-    """The child's reports on one run.
+def parse_event(line: bytes) -> Event:
+    """Return the event that a trainer wrote; {} for a line that is none."""
+    try:
+        # PostgreSQL's JSON has no NaN, but the loss of a diverged training is NaN.
+        event = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        log.warning("the trainer printed a line that is not an event")
+        return {}
+    return event
 
-    is_done    whether its adapter is there
-    is_judged  whether it is trained, and its adapter is scored before it is written
-    """
 
-    is_done = is_judged = False
+def check_end(returncode: int, stderr_path: Path) -> None:
+    """Raise why a child ended that has said nothing of its one run."""
+    lines = last_lines(stderr_path)
+    told = {"exit_code": returncode, "last_lines": lines}
+    if returncode == DISK_FULL:
+        log.error("the trainer's disk is full", extra=told)
+        raise TrainerStopped(NO_ROOM)
+    if returncode < 0 or returncode == 143:  # a signal, or a clean exit after SIGTERM
+        log.warning("the trainer was ended from outside", extra=told)
+        raise TrainerStopped(LOST)
+    log.error("training failed", extra=told)
+    message = f"The trainer ended without a result (exit code {returncode})."
+    raise TrainingFailed(
+        for_tenant(message, lines, max_chars=MAX_ERROR_CHARS), code="trainer_failed"
+    )
 
-    def note(self, event: Event) -> None:
-        """Take an event in. Raises TrainingFailed."""
-        if event.get("event") == "error":
-            message = str(event.get("message"))
-            raise TrainingFailed(
-                for_tenant(message, [], max_chars=MAX_ERROR_CHARS),
-                code="invalid_job" if event.get("field") else "trainer_failed",
-                field=str(event.get("field") or ""),
-            )
-        super().note(event)
-        self.is_done = event.get("event") == "done"
+
+def stop_child(child: subprocess.Popen[bytes]) -> None:
+    """End a trainer that has not ended yet."""
+    assert child.stdout is not None
+    child.stdout.close()
+    if child.poll() is not None:
+        return
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
+from django.conf import settings
+
 from contract.judging import BadJudgingFile, BatchScores, read_scores
 from controlplane.adapters.models import AdapterVersion
 from controlplane.infra import storage
@@ -43,19 +45,16 @@ class NothingGiven(Exception):
 JUDGES: list[Judge] = []
 
 
-def judge_folder(run: TrainingRun, folder: Path, why_not: str = "") -> Path | None:
-    """Write the cases for the adapter's scores in the run's folder; None: nothing scores it.
-
-    why_not  why the trainer cannot score; "": it can
-    """
+def judge_folder(run: TrainingRun, folder: Path) -> Path | None:
+    """Write the cases for the scores of the adapter into the folder; None: nothing scores it."""
     path = folder / _FOLDER
     shutil.rmtree(path, ignore_errors=True)
     for judge in JUDGES:
         if not with_retry(run, Status.RUNNING, functools.partial(judge.wants, run)):
             continue
         try:
-            if why_not:
-                raise NothingGiven(why_not)
+            if settings.TRAINING_SOCKET:
+                raise NothingGiven("a serving worker trains the batch")
             path.mkdir()
             with_retry(run, Status.RUNNING, functools.partial(judge.give, run, path))
         except NothingGiven as error:
@@ -76,7 +75,7 @@ def scores_keep(run: TrainingRun, version: AdapterVersion, output: Path) -> None
     except (BadJudgingFile, OSError) as error:
         found = f"the trainer's scores cannot be read: {error}"
     if found is None and (output.parent / _FOLDER).is_dir():
-        found = "the run was trained alone"
+        found = "the trainer wrote none"
     if isinstance(found, BatchScores):
         for judge in JUDGES:
             take = functools.partial(judge.take, run, version, found)

@@ -15,9 +15,9 @@ from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, sending, services
 from controlplane.training.endings import run_give_back
 from controlplane.training.events import Level, event_add
-from controlplane.training.execution import LOOK_AGAIN, run_conclude
 from controlplane.training.lease import RunLease
 from controlplane.training.models import TrainingRun
+from controlplane.training.publishing import LOOK_AGAIN, run_conclude
 
 log = logging.getLogger(__name__)
 

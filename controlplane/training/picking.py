@@ -1,18 +1,27 @@
-"""Choose the queued run to start next. A tenant's runs above its quota wait."""
+"""Choose the queued run to start next, and claim it. A tenant's runs above its quota wait.
+
+The trainer that moves a run from queued to running owns it, under the number of that attempt; every
+later write checks both. So a message that is delivered twice trains once, and a trainer that was
+considered lost changes nothing when it comes back.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 
 from django.conf import settings
+from django.db import transaction
 from django.db.models import BigIntegerField, Count, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 from controlplane.limits import quotas, turns
 from controlplane.limits.models import Turn
-from controlplane.tenancy.scoping import all_tenants
+from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
+from controlplane.training.events import event_add
+from controlplane.training.lease import RUNNING_LEASE, RunLease
 from controlplane.training.models import TrainingRun
 from controlplane.usage.models import TrainingUsage
 
@@ -25,6 +34,50 @@ LOST_TOGETHER = 2
 WAITS_S = {3: 30, 4: 60, 5: 120}
 #: Time for which a tenant's device seconds count.
 QUOTA_WINDOW = dt.timedelta(hours=24)
+#: Number of times that a trainer chooses again when another one was faster.
+_MAX_TRIES = 100
+
+
+def run_claim_next(
+    *, beside: TrainingRun | None = None, in_turn: bool = False
+) -> TrainingRun | None:
+    """Take the run that is next, `next_run`, for this trainer; None: there is none.
+
+    in_turn  only if it is the next of all, too: `next_to_join`
+    """
+    for _ in range(_MAX_TRIES):
+        if beside is not None and in_turn:
+            run = next_to_join(beside)
+        else:
+            run = next_run(beside=beside)
+        if run is None:
+            return None
+        with tenant_scope(run.tenant_id):
+            claimed = run_claim(run.pk)
+        if claimed is not None:  # else another trainer was faster
+            return claimed
+    return None
+
+
+@transaction.atomic
+def run_claim(run_id: uuid.UUID) -> TrainingRun | None:
+    """Take a queued run of the tenant in scope; None: it may not begin now."""
+    quotas.lock("training_at_once")  # two runs that begin at the same time count each other
+    if not runs_that_may_begin().filter(pk=run_id).exists():
+        return None
+    queued = TrainingRun.objects.filter(
+        pk=run_id, status=Status.QUEUED, cancel_requested=False, pause_requested=False
+    )
+    taken = RunLease.take(
+        queued, RUNNING_LEASE, status=Status.RUNNING, started_at=timezone.now(), progress={}
+    )
+    if not taken:
+        return None
+    turns.taken(Turn.Kind.TRAINING)
+    related = ("adapter__base_model", "created_by", "dataset", "warm_start")
+    run = TrainingRun.objects.select_related(*related).get(pk=run_id)
+    event_add(run, "Fine-tuning job started", attempt=run.attempts)
+    return run
 
 
 def next_run(*, beside: TrainingRun | None = None) -> TrainingRun | None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 #: What a machine sends to the store in a second: large states of many runs are sent less often.
 STORE_BYTES_PER_S = 100e6
-#: Where the child writes it, in the run's folder: as `worker.batch_training.disk` does.
+#: Where the child writes it, in the run's folder: as `worker.training.disk` does.
 CHECKPOINT = Path("checkpoint") / "checkpoint.safetensors"
 #: The last good state of a run that failed is kept so long.
 KEPT = dt.timedelta(days=7)
@@ -107,11 +107,6 @@ class SavedState:
         self._upload: threading.Thread | None = None
         self._problem: str | None = None
         self._is_told = False
-
-    @property
-    def path(self) -> Path:
-        """Where the child writes it."""
-        return self._path
 
     def fetch(self) -> None:
         """Put the run's newest state where the child looks for one.

@@ -7,9 +7,9 @@ from celery import shared_task
 
 from controlplane.infra.liveness import show_alive
 from controlplane.training import (
-    batch,
     contents,
     events,
+    execution,
     history,
     lost_runs,
     pulls,
@@ -40,7 +40,7 @@ def training_run_execute(tenant_id: str, run_id: str) -> None:
 
     If a message is delivered twice, each run is still trained once.
     """
-    batch.training_next()
+    execution.training_next()
 
 
 @shared_task(name="controlplane.training.tasks.datasets_sweep")

@@ -8,7 +8,6 @@ its rows, its dropout and the sums of its gradient are functions of its settings
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,14 @@ from engine.model.config import ModelConfig
 from engine.training.active import ActiveRun
 from engine.training.errors import RunRefused
 from engine.training.parameters import AdapterLayout, Span, copy_in_pieces, to_host
-from engine.training.run import RunRequest, RunRows
+from engine.training.run import RunRequest
 from engine.training.validation import Validation
 from kernels.training import Pools
 
 VERSION = 1
 #: The tensors of a checkpoint: flat, as they lie in the run's span of the pool of that name.
-TENSORS = ("master", "first_moment", "second_moment")
+MASTER = "master"
+TENSORS = (MASTER, "first_moment", "second_moment")
 #: Of a run that is validated, once there is one: the masters of its best state.
 BEST = "best"
 
@@ -48,14 +48,6 @@ class Checkpoint:
         return int(self.state["tokens"])
 
 
-def rows_digest(rows: RunRows) -> str:
-    """Names the rows: their tokens, their answers and where they begin."""
-    digest = hashlib.sha256()
-    for values in (rows.token_ids, rows.is_answer, torch.tensor(rows.lengths)):
-        digest.update(values.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None) -> Checkpoint:
     """The run's state after its last optimiser step; for `between` see `to_host`."""
     own, validation = run.span.elements, run.validation
@@ -64,7 +56,7 @@ def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None
         "version": VERSION,
         "run_id": run.request.run_id,
         "settings": dataclasses.asdict(run.request.settings),
-        "rows": rows_digest(run.request.rows),
+        "rows": run.request.rows.digest,
         "step": run.step,
         "tokens": run.tokens,
     }
@@ -78,7 +70,7 @@ def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None
 def _held_out(request: RunRequest) -> list[Any] | None:
     """Names what a run is validated with, and when."""
     given = request.held_out
-    return None if given is None else [rows_digest(given.rows), given.every, given.patience]
+    return None if given is None else [given.rows.digest, given.every, given.patience]
 
 
 def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
@@ -89,7 +81,7 @@ def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
     wanted = {
         "run_id": request.run_id,
         "settings": _plain(dataclasses.asdict(request.settings)),
-        "rows": rows_digest(request.rows),
+        "rows": request.rows.digest,
         "held_out": _held_out(request),
     }
     for name, value in wanted.items():

@@ -95,11 +95,30 @@ class TrainingModel:
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
     ) -> torch.Tensor:
         """The loss of each answer token [N]; forward alone."""
+        return self._loss(self._forward(batch, sites, pools), batch)[1]
+
+    @torch.no_grad()
+    def states(
+        self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
+    ) -> torch.Tensor:
+        """What the LM head reads before each answer token [N, E]; forward alone."""
+        hidden = self._forward(batch, sites, pools)
+        norm = Norm(self._weights.norm, self.config.rms_norm_eps)
+        return norm.forward(hidden[batch.predicting])
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., E] -> [..., V], differentiable in the states."""
+        return functional.linear(states.to(self.dtype), self._weights.lm_head)
+
+    def _forward(
+        self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
+    ) -> torch.Tensor:
+        """-> [T, E], before the last norm"""
         hidden = self._embed(batch)
         for index in range(self.config.num_layers):
             self._pause()
             hidden = self._layer(hidden, index, batch, sites[index], pools)
-        return self._loss(hidden, batch)[1]
+        return hidden
 
     def _pause(self) -> None:
         if self.between is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
 from engine.model.config import ModelConfig
@@ -110,15 +113,16 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field of a run's settings that the batch does not do, and why."""
+    """A field of a run's settings that the trainer does not do, and why."""
 
     field: str
     reason: str
 
 
 def unsupported(settings: RunSettings) -> Unsupported | None:
-    """What of the settings the batch does not do; None: it does all. Another trainer may."""
+    """What of the settings the trainer does not do; None: it does all."""
     unknown = [name for name in settings.target_modules if name not in LINEARS]
+    targets = f"{unknown[0]!r} is not one of {', '.join(sorted(LINEARS))}" if unknown else ""
     checks = {
         "use_dora": (settings.use_dora, "DoRA needs the norm of the merged weight at each step"),
         "lora_bias": (settings.lora_bias, "the batch trains A and B alone"),
@@ -128,7 +132,7 @@ def unsupported(settings: RunSettings) -> Unsupported | None:
         "init_lora_weights": (settings.init_lora_weights is not True, "the batch has PEFT's own"),
         "dropout": (settings.dropout > 0, "the batch drops nothing yet"),
         "layers": (settings.layers is not None, "the batch adapts every layer"),
-        "target_modules": (bool(unknown), f"the batch adapts no {', '.join(unknown)}"),
+        "target_modules": (bool(unknown), targets),
     }
     for name, (is_asked, reason) in checks.items():
         if is_asked:
@@ -137,9 +141,9 @@ def unsupported(settings: RunSettings) -> Unsupported | None:
 
 
 class RunRows:
-    """The rows of one run, one behind the other.
+    """The rows of one run, one behind the other, at least one token each.
 
-    token_ids  [N] int32
+    token_ids  [N] int32, on the host, perhaps of a file
     is_answer  [N] bool: the token carries a loss; a row's first never does
     """
 
@@ -151,9 +155,10 @@ class RunRows:
         self.starts = [0]
         for length in self.lengths:
             self.starts.append(self.starts[-1] + length)
-        counts = torch.cat((torch.zeros(1, dtype=torch.int64), is_answer.cumsum(0)))
-        marks = counts[torch.tensor(self.starts)]
-        self.num_answers: list[int] = (marks[1:] - marks[:-1]).tolist()
+        # No copy of the marks, of which there may be more than memory has room for.
+        marks = is_answer.view(torch.uint8).numpy()
+        starts = np.array(self.starts[:-1], dtype=np.int64)
+        self.num_answers: list[int] = np.add.reduceat(marks, starts, dtype=np.int64).tolist()
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> RunRows:
@@ -161,8 +166,9 @@ class RunRows:
         tokens: list[torch.Tensor] = []
         answers: list[torch.Tensor] = []
         for token_ids, is_answer in rows:
-            if len(token_ids) != len(is_answer):
-                raise RunRefused(f"row {len(tokens)} has not one mark a token", param="rows")
+            if not token_ids or len(token_ids) != len(is_answer):
+                counts = f"{len(is_answer)} loss marks for {len(token_ids)} tokens"
+                raise RunRefused(f"row {len(tokens)} has {counts}", param="rows")
             tokens.append(torch.tensor(token_ids, dtype=torch.int32))
             marks = torch.tensor(is_answer, dtype=torch.bool)
             marks[:1] = False  # nothing predicts it
@@ -173,6 +179,14 @@ class RunRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The name of the rows: of their tokens, their answers and where they begin."""
+        digest = hashlib.sha256()
+        for values in (self.token_ids, self.is_answer, torch.tensor(self.lengths)):
+            digest.update(values.contiguous().numpy().data.cast("B"))
+        return digest.hexdigest()
 
     def check(self, config: ModelConfig) -> None:
         """Raise RunRefused naming a row that cannot be trained on."""

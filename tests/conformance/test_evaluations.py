@@ -124,9 +124,9 @@ def in_a_batch(folder: Path, cases: list[Any]) -> BatchScores:
     from engine.text.codec import TextCodec
     from engine.training.model import TrainingModel
     from engine.training.parameters import AdapterLayout
-    from worker.batch_training.disk import save_peft
-    from worker.batch_training.jobs import NamedJob, settings_of
-    from worker.batch_training.judging import CaseJudge
+    from worker.training.disk import save_peft
+    from worker.training.jobs import NamedJob, settings_of
+    from worker.training.judging import CaseJudge
 
     base = write_tiny_base(folder / ROOMY_NAME, name=ROOMY_NAME, context=ROOMY_CONTEXT)
     hyper = Hyperparameters(rank=2)

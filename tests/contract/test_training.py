@@ -13,7 +13,7 @@ from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
 
 def test_each_number_has_its_bounds() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    others = {"truncate", "packing", "gradient_checkpointing", "quantization"}
+    others = {"truncate", "packing", "gradient_checkpointing"}
     assert fields == {*BOUNDS, "target_modules", *others}
 
 

@@ -40,9 +40,8 @@ assert "accountant" in get_commands()
 PROGRAMS = {
     "controlplane": CONTROL_PLANE,
     "trainer": CONTROL_PLANE
-    + "import worker.train, worker.training.loop, worker.training.chat_data\n"
-    + "import worker.dataset_report\n"
-    + "import worker.train_many, worker.batch_training.base, worker.batch_training.loop\n",
+    + "import peft, worker.train, worker.training.base, worker.training.loop\n"
+    + "import worker.dataset_report\n",
     "worker": "import worker.__main__, worker.engine_process.process, engine, kernels, outlines\n",
 }
 ABSENT = {

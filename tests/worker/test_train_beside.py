@@ -1,4 +1,4 @@
-"""`worker.train_many --worker`: jobs trained by the engine process that serves, in this process."""
+"""`worker.train --worker`: jobs trained by the engine process that serves, in this process."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from engine.training.parameters import AdapterLayout
 from tests.fakes import fake_config
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
-from tests.worker.test_train_many import adapter_of, train_here, write_jobs
+from tests.worker.test_train_many import write_jobs
 from tests.worker.test_train_many_join import Orders, is_step, train, write
-from worker.batch_training import away
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.remote import RemoteTrainer, TrainerBusy, TrainerRefuses
+from tests.worker.training.job_runs import adapter_of, train_here
 from worker.config import ConfigError, TrainingConfig, WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.process import EngineProcess, make_host
 from worker.engine_process.training_host import TrainingHost
+from worker.training import away
+from worker.training.disk import CheckpointFolder
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.remote import RemoteTrainer, TrainerBusy, TrainerRefuses
 
 
 @pytest.fixture(scope="module")

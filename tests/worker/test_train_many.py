@@ -1,54 +1,58 @@
-"""`worker.train_many` as its callers see it: job files in, events and folders out.
+"""`worker.train` with many jobs, as its callers see it: job files in, events and folders out.
 
 What needs no process of its own runs in this one.
 """
 
 from __future__ import annotations
 
-import argparse
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from contract.training import TrainJob
+from engine.model.config import ModelConfig
 from engine.training.checkpoint import Checkpoint
+from engine.training.model import TrainingModel
+from engine.training.parameters import AdapterLayout
+from engine.training.run import RunSettings
+from engine.training.trainer import BatchTrainer
+from tests.engine.training.scenes import peft_train
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
-from tests.worker.training.test_train import ROOT, write_job, write_rows
-from worker.batch_training.disk import CheckpointFolder, SavedRun
-from worker.train import EventLog, train
-from worker.train_many import TrainMany
-from worker.training import chat_data
-
-Events = dict[str, list[dict[str, Any]]]
+from tests.worker.training.job_runs import (
+    ROOT,
+    Events,
+    Heard,
+    adapter_of,
+    by_run,
+    make_training,
+    request_of,
+    train_here,
+    write_chats,
+    write_job,
+    write_rows,
+)
+from worker.child import is_disk_full
+from worker.training import base, chat_data
+from worker.training.base import open_base
+from worker.training.disk import CheckpointFolder, SavedRun
+from worker.training.jobs import NamedJob, kept_steps
 
 
 @pytest.fixture(scope="module")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_base(tmp_path_factory.mktemp("base") / TINY_NAME)
-
-
-def write_chats(path: Path, word: str, count: int = 12) -> Path:
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"hello {i}" * (i % 5 + 1)},
-                {"role": "assistant", "content": word},
-            ]
-        }
-        for i in range(count)
-    ]
-    return write_rows(path, chats)
 
 
 def write_jobs(folder: Path, base: Path, **hyperparameters: Any) -> dict[str, Path]:
@@ -60,65 +64,33 @@ def write_jobs(folder: Path, base: Path, **hyperparameters: Any) -> dict[str, Pa
         "three": {"epochs": 2.0, "batch_size": 5, "alpha": 3.5, "warmup_steps": 2},
     }.items():
         own = folder / name
-        own.mkdir()
+        own.mkdir(parents=True)
         rows = write_chats(own / "data.jsonl", f"world {name}")
         jobs[name] = write_job(own, base, rows, **(changes | hyperparameters))
     return jobs
 
 
-class Heard:
-    """An event log that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.events.append(json.loads(json.dumps({"event": event, **fields})))
+def add_job(folder: Path, base: Path, **hyperparameters: Any) -> Path:
+    own = folder / "several"
+    own.mkdir()
+    return write_job(own, base, write_chats(own / "data.jsonl", "many"), **hyperparameters)
 
 
 def start(checkpoints: Path, jobs: list[Path], *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "worker.train_many", *options, str(checkpoints), *map(str, jobs)],
+        [
+            sys.executable,
+            "-m",
+            "worker.train",
+            *options,
+            f"--checkpoints={checkpoints}",
+            *map(str, jobs),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-
-def by_run(events: list[dict[str, Any]]) -> Events:
-    found: Events = defaultdict(list)
-    for event in events:
-        found[Path(event.pop("run")).parent.name].append(event)
-    return found
-
-
-def train_here(
-    checkpoints: Path,
-    jobs: list[Path],
-    budget: int | None = None,
-    runs: int | None = None,
-    worker: Path | None = None,
-    heard: list[dict[str, Any]] | None = None,
-) -> tuple[int, Events]:
-    """Exit code, events by run; `heard` gets the events as they come."""
-    log = Heard()
-    log.events = [] if heard is None else heard
-    options = argparse.Namespace(
-        checkpoints=checkpoints,
-        jobs=[str(job) for job in jobs],
-        token_budget=budget,
-        max_runs=runs,
-        checkpoint_s=60.0,
-        worker=worker,
-        join=False,
-    )
-    code = TrainMany(options, cast(EventLog, log)).run()
-    return code, by_run(log.events)
-
-
-def adapter_of(job: Path) -> dict[str, torch.Tensor]:
-    return load_file(job.parent / "adapter" / "adapter_model.safetensors")
 
 
 def two_folders(tmp_path: Path) -> tuple[Path, Path]:
@@ -128,34 +100,32 @@ def two_folders(tmp_path: Path) -> tuple[Path, Path]:
     return folders
 
 
-def test_it_says_and_makes_what_the_present_trainer_does(
+def test_it_makes_what_peft_and_the_trainer_make(
     tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_in_float32(monkeypatch)
-    together, alone = (
-        write_jobs(folder, tiny_base, learning_rate=0.01) for folder in two_folders(tmp_path)
-    )
-    code, events = train_here(tmp_path / "state", list(together.values()), budget=64)
+    jobs = write_jobs(tmp_path, tiny_base, learning_rate=0.01)
+    jobs["several"] = add_job(tmp_path, tiny_base, gradient_accumulation=3, batch_size=2)
+    code, events = train_here(tmp_path / "state", list(jobs.values()), budget=64)
     assert code == 0
     assert list((tmp_path / "state").iterdir()) == []
-    for name, job in together.items():
-        present = Heard()
-        train(TrainJob.read(alone[name]), cast(EventLog, present))
-        assert [list(event) for event in events[name]] == [list(each) for each in present.events]
-        for ours, theirs in zip(events[name], present.events, strict=True):
-            for field in ("rows", "tokens", "truncated_rows", "steps", "step", "event"):
-                assert ours.get(field) == theirs.get(field)
-            for field in ("learning_rate", "loss", "final_loss"):
-                if field in theirs:
-                    assert ours[field] == pytest.approx(theirs[field], rel=1e-3, abs=1e-3)
-        folder, own = alone[name].parent / "adapter", job.parent / "adapter"
-        assert {file.name for file in folder.iterdir()} == {file.name for file in own.iterdir()}
-        config = "adapter_config.json"
-        assert (own / config).read_text() == (folder / config).read_text()
-        for tensor, wanted in adapter_of(alone[name]).items():
-            made = adapter_of(job)[tensor]
-            assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
-            assert float((made - wanted).abs().mean()) < 1e-4
+    for name, job in jobs.items():
+        asked = request_of(job, tiny_base)
+        peft = peft_train(tiny_base, asked, tmp_path / "peft")
+        started, *progress, done = events[name]
+        assert [event["step"] for event in progress] == list(range(1, started["steps"] + 1))
+        # Half of the last digit that is told, and rounding that grows from step to step.
+        told = [event["loss"] for event in progress]
+        assert told == pytest.approx(peft.losses, rel=1e-3, abs=2e-4)
+        rates = [event["learning_rate"] for event in progress]
+        assert rates == pytest.approx([*peft.rates], rel=1e-9)
+        last = peft.losses[-max(1, len(told) // 10) :]
+        assert done["final_loss"] == pytest.approx(sum(last) / len(last), rel=1e-3, abs=1e-3)
+        made = adapter_of(job)
+        assert made.keys() == peft.adapter.keys()
+        for tensor, wanted in peft.adapter.items():
+            assert (made[tensor].shape, made[tensor].dtype) == (wanted.shape, wanted.dtype)
+            assert float((made[tensor] - wanted).abs().mean()) < 1e-4
 
 
 def until(state: Path, jobs: list[Path], number: int, sent: signal.Signals) -> tuple[int, Events]:
@@ -255,7 +225,7 @@ def test_a_wrong_job_ends_alone(tmp_path: Path, tiny_base: Path) -> None:
     assert events["one"][-1]["event"] == "done"
     [two], [three] = events["two"], events["three"]
     assert two["event"] == three["event"] == "error"
-    assert "line 1: messages" in two["message"]
+    assert "line 1 has neither `messages`" in two["message"]
     assert "learning_rate" in three["message"]
 
 
@@ -283,9 +253,7 @@ def test_a_row_that_breaks_code_of_ours_ends_its_own_job_alone(
     assert three["message"] == "line 1: it is nested too deeply"
 
 
-def test_a_run_that_diverges_says_so_as_the_present_trainer_does(
-    tmp_path: Path, tiny_base: Path
-) -> None:
+def test_a_run_that_diverges_says_so(tmp_path: Path, tiny_base: Path) -> None:
     broken = tmp_path / "base"
     shutil.copytree(tiny_base, broken)
     tensors = load_file(tiny_base / "model.safetensors")
@@ -300,9 +268,8 @@ def test_a_run_that_diverges_says_so_as_the_present_trainer_does(
     assert not (job.parent / "adapter").exists() and list((tmp_path / "state").iterdir()) == []
 
 
-def test_what_the_batch_does_not_do_goes_to_the_present_trainer(
-    tmp_path: Path, tiny_base: Path
-) -> None:
+def test_a_base_that_the_engine_does_not_know_is_refused(tmp_path: Path, tiny_base: Path) -> None:
+    """It could not serve the adapter. Jobs of other bases are trained."""
     other = tmp_path / "base"
     shutil.copytree(tiny_base, other)
     config = json.loads((other / "config.json").read_text())
@@ -312,20 +279,132 @@ def test_what_the_batch_does_not_do_goes_to_the_present_trainer(
     fields = json.loads(jobs["two"].read_text())
     jobs["two"].write_text(json.dumps(fields | {"base_model_dir": str(other)}))
     fields = json.loads(jobs["three"].read_text())
-    fields["hyperparameters"]["checkpoints"] = 1
     strange = str(tiny_base / "model.safetensors")
     jobs["three"].write_text(json.dumps(fields | {"warm_start": strange}))
     code, events = train_here(tmp_path / "state", list(jobs.values()))
     assert code == 2
-    alone, error = events["three"]
-    assert alone["event"] == "alone" and alone["reason"].startswith("checkpoints: ")
+    [error] = events["three"]
     assert (error["event"], error["field"]) == ("error", "warm_start")
-    alone, *rest = events["two"]
-    assert alone["event"] == "alone" and "dynamic" in alone["reason"]
-    assert [event["event"] for event in rest] == ["started", "progress", "progress", "done"]
+    [error] = events["two"]
+    assert error["field"] == "base_model_dir" and "dynamic" in error["message"]
     assert [event["event"] for event in events["one"]] == [
         "started",
         "progress",
         "progress",
         "done",
     ]
+
+
+def test_adapters_on_the_way_are_kept_and_are_those_of_their_steps(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    """Also by a process that continues: those that are there stay."""
+    hyper = {"max_steps": 12, "checkpoints": 3, "validation_share": 0.4, "eval_steps": 3}
+    job = write_jobs(tmp_path, tiny_base, **hyper)["one"]
+    kept = tmp_path / "kept"
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"kept_dir": str(kept)}))
+    (kept / "6").mkdir(parents=True)
+    code, events = train_here(tmp_path / "state", [job])
+    assert code == 0
+    told = {event["step"]: event for event in events["one"] if event["event"] == "progress"}
+    assert sorted(int(folder.name) for folder in kept.iterdir()) == [3, 6, 9]
+    assert not list((kept / "6").iterdir())
+    for step in (3, 9):
+        metrics = json.loads((kept / str(step) / "metrics.json").read_text())
+        assert metrics == {
+            "step": step,
+            "train_loss": told[step]["loss"],
+            "full_valid_loss": told[step]["validation_loss"],
+        }
+    # A training of as many steps, under the same schedule, ends with that adapter.
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    again = write_jobs(tmp_path / "again", tiny_base, **hyper | {"checkpoints": 0})["one"]
+    layout = AdapterLayout(ModelConfig.from_folder(tiny_base), RunSettings(rank=4))
+    step = BatchTrainer.step
+
+    def look(self: BatchTrainer) -> Any:
+        found = step(self)
+        state = self.checkpoint(str(again))
+        if state is not None:
+            saved[state.step] = layout.tensors(state.tensors["master"].clone())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchTrainer, "step", look)
+        train_here(tmp_path / "state", [again])
+    for number in (3, 9):
+        tensors = load_file(kept / str(number) / "adapter_model.safetensors")
+        assert all(torch.equal(saved[number][name], value) for name, value in tensors.items())
+
+
+def test_an_adapter_that_cannot_be_kept_is_warned_of_and_the_training_ends_well(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    job = write_jobs(tmp_path, tiny_base, max_steps=4, checkpoints=1)["one"]
+    (tmp_path / "kept").write_text("no folder")
+    fields = {"kept_dir": str(tmp_path / "kept")}
+    job.write_text(json.dumps(json.loads(job.read_text()) | fields))
+    code, events = train_here(tmp_path / "state", [job])
+    [warning] = [event for event in events["one"] if event["event"] == "warning"]
+    assert warning["message"].startswith("the checkpoint after step 2 could not be kept: ")
+    assert (code, events["one"][-1]["event"]) == (0, "done")
+
+
+def test_a_full_disk_is_said_once_and_the_training_continues(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(CheckpointFolder, "save", full)
+    job = write_jobs(tmp_path, tiny_base, max_steps=6)["one"]
+    log = Heard()
+    assert make_training([job], log, tmp_path / "state", checkpoint_s=0.0).run() == 0
+    [warning] = log.of("warning")
+    assert warning["message"] == "the run's state could not be saved: No space left on device"
+    assert not log.of("saved") and log.of("done")
+
+
+def test_a_full_disk_is_known_by_its_error() -> None:
+    """As Python says it, and the library that writes tensors."""
+    assert is_disk_full(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert is_disk_full(SafetensorError("I/O error: No space left on device (os error 28)"))
+    assert not is_disk_full(ValueError("something else"))
+
+
+def test_on_a_cpu_activations_are_computed_again_if_a_job_asks_for_it(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    for name, is_asked in (("no", False), ("yes", True)):
+        (tmp_path / name).mkdir()
+        paths = write_jobs(tmp_path / name, tiny_base, gradient_checkpointing=is_asked)
+        jobs = [NamedJob(str(path), TrainJob.read(path)) for path in paths.values()]
+        assert open_base(tiny_base, jobs).model.num_recomputed == (2 if is_asked else 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "number", "kept"), [(6, 2, {2, 4}), (2, 10, {1}), (1, 3, set()), (9, 0, set())]
+)
+def test_the_steps_that_are_kept(steps: int, number: int, kept: set[int]) -> None:
+    assert kept_steps(steps, number) == kept
+
+
+def test_a_run_that_the_gpu_has_no_room_for_names_what_takes_less(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest; the others are trained without it."""
+    jobs = write_jobs(tmp_path, tiny_base, max_steps=2)
+    backward = TrainingModel.backward
+
+    def full(self: Any, batch: Any, *args: Any) -> Any:
+        if len(opened) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return backward(self, batch, *args)
+
+    opened: list[Any] = []
+    monkeypatch.setattr(base, "open_base", lambda *a, **k: opened.append(a) or open_base(*a, **k))
+    monkeypatch.setattr(TrainingModel, "backward", full)
+    code, events = train_here(tmp_path / "state", list(jobs.values()))
+    ends = {name: told[-1]["event"] for name, told in events.items()}
+    assert (code, ends) == (2, {"one": "error", "two": "done", "three": "done"})
+    assert "smaller max_length" in events["one"][-1]["message"]

@@ -1,4 +1,4 @@
-"""`worker.train_many --control` as the platform uses it: orders in, checkpoints beside the jobs."""
+"""`worker.train --control` as the platform uses it: orders in, checkpoints beside the jobs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import Trainer, start_trainer
 from tests.worker.test_train_many import write_jobs
-from worker.batch_training.disk import CheckpointFolder
+from worker.training.disk import CheckpointFolder
 
 
 def start(jobs: list[Path]) -> Trainer | subprocess.Popen[str]:
-    return start_trainer("worker.train_many", "--control", "-", *map(str, jobs))
+    return start_trainer("worker.train", "--control", "--checkpoints=-", *map(str, jobs))
 
 
 def test_a_cancelled_run_ends_alone_and_the_end_of_the_orders_saves_the_others(

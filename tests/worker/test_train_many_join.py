@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -22,12 +21,19 @@ from contract.training import TrainJob
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from tests.worker.test_train_many import Events, adapter_of, by_run, train_here, write_chats
-from tests.worker.training.test_train import ROOT, write_job
-from worker.batch_training import base
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.train import EventLog
-from worker.train_many import TrainMany
+from tests.worker.training.job_runs import (
+    ROOT,
+    Events,
+    Heard,
+    adapter_of,
+    by_run,
+    make_training,
+    train_here,
+    write_chats,
+    write_job,
+)
+from worker.training import base
+from worker.training.jobs import NamedJob, settings_of
 
 Event = dict[str, Any]
 
@@ -88,16 +94,8 @@ def train(
 ) -> tuple[int, Events]:
     """Exit code, events by run."""
     orders = Orders(react)
-    options = argparse.Namespace(
-        checkpoints=state,
-        jobs=[str(job) for job in jobs],
-        token_budget=64,
-        max_runs=runs,
-        checkpoint_s=60.0,
-        worker=worker,
-        join=True,
-    )
-    work = TrainMany(options, cast(EventLog, orders))
+    changes = {"token_budget": 64, "max_runs": runs, "worker": worker, "join": True}
+    work = make_training(jobs, cast(Heard, orders), state, **changes)
     threading.Thread(target=work.obey, args=(orders.read(),), daemon=True).start()
     code = work.run()
     return code, by_run(orders.events)
@@ -178,7 +176,7 @@ def test_room_for_those_that_may_join_is_bounded(
     sizes = [elements_of(config, settings_of(job.job.hyperparameters)) for job in jobs]
     assert (own, with_more) == (sum(sizes), sum(sizes) + 8 * max(sizes))
     for num_bytes, wanted in ((0, own), (1 << 40, with_more), (2 * 18 * (own + 5000), None)):
-        monkeypatch.setattr(base, "_host_bytes", lambda num_bytes=num_bytes: num_bytes)
+        monkeypatch.setattr(base.device, "host_bytes", lambda num_bytes=num_bytes: num_bytes)
         assert room() == wanted if wanted is not None else own < room() < with_more
 
 
@@ -198,11 +196,11 @@ def test_the_process_holds_what_a_job_came_with_until_it_has_ended(
     ours, theirs = socket.socketpair()
     lock = tmp_path / "lock"
     lock.touch()
-    command = ["--control", "--join", "--max-runs=4", "-", str(jobs["a"])]
+    command = ["--control", "--join", "--max-runs=4", "--checkpoints=-", str(jobs["a"])]
     with (
         ours,
         subprocess.Popen(
-            [sys.executable, "-m", "worker.train_many", *command],
+            [sys.executable, "-m", "worker.train", *command],
             cwd=ROOT,
             stdin=theirs.fileno(),
             stdout=subprocess.PIPE,

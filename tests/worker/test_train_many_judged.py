@@ -17,11 +17,10 @@ from contract.judging import BatchScores, ExpectedAnswer, Given
 from contract.protocol import adapter_digest
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
-from tests.worker.test_train_many import train_here, write_chats
-from tests.worker.training.test_train import write_job
-from worker.batch_training import judging as worker_judging
-from worker.train import Stopped
-from worker.train_many import TrainMany
+from tests.worker.training.job_runs import train_here, write_chats, write_job
+from worker.child import Stopped
+from worker.train import Training
+from worker.training import judging as worker_judging
 
 GIVEN = Given(
     suite_version="01234567-89ab-cdef-0123-456789abcdef",
@@ -185,10 +184,10 @@ def test_a_batch_that_is_stopped_meanwhile_keeps_the_adapter(
     tmp_path: Path, tiny_base: Path, live: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write(tmp_path / "one", tiny_base, live, max_steps=1)
-    work: list[TrainMany] = []
-    made, passed = TrainMany.__init__, worker_judging.CaseJudge._pass
+    work: list[Training] = []
+    made, passed = Training.__init__, worker_judging.CaseJudge._pass
 
-    def make(self: TrainMany, *args: Any) -> None:
+    def make(self: Training, *args: Any) -> None:
         work.append(self)
         made(self, *args)
 
@@ -196,7 +195,7 @@ def test_a_batch_that_is_stopped_meanwhile_keeps_the_adapter(
         work[0].stop(15, None)
         return passed(self, *args)
 
-    monkeypatch.setattr(TrainMany, "__init__", make)
+    monkeypatch.setattr(Training, "__init__", make)
     monkeypatch.setattr(worker_judging.CaseJudge, "_pass", stop)
     heard: list[dict[str, Any]] = []
     with pytest.raises(Stopped):

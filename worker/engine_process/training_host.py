@@ -1,6 +1,6 @@
 """TrainingHost: lends the engine process's training room to a trainer process, over a Unix socket.
 
-Whoever gives runs (`worker.train_many`) asks for one thing at a time: a micro-batch, a checkpoint.
+Whoever gives runs (`worker.train`) asks for one thing at a time: a micro-batch, a checkpoint.
 The engine's thread does it between two turns of its own, and during a micro-batch it serves. Other
 threads read and write the sockets, so that nobody waits for them.
 """
@@ -25,7 +25,7 @@ from engine.errors import OutOfMemory
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import TrainingError
 from engine.training.trainer import BatchTrainer
-from worker.batch_training.wire import (
+from worker.training.wire import (
     BadMessage,
     Message,
     error_fields,

@@ -1,1 +1,1 @@
-"""Trains one LoRA adapter on one data set; `worker.train` runs it."""
+"""Trains LoRA adapters of one base, one or many in a batch; `worker.train` runs it."""

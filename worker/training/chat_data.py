@@ -1,4 +1,4 @@
-"""Reads a dataset as training examples: token ids, and labels on the tokens that are learned.
+"""Reads a dataset as training examples: token ids, and marks on the tokens that are learned.
 
 `contract.row_messages` defines a row, `worker.training.row_tokens` which of its tokens are learned.
 """
@@ -16,7 +16,7 @@ from contract.row_messages import Row
 from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
-from worker.training.example_store import ExampleStore
+from worker.training.row_files import RowFiles
 from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
 
 #: How many rows that are too long an error names.
@@ -51,11 +51,11 @@ class Examples:
     num_leaked  rows to validate with whose prompt is trained on, too
     """
 
-    examples: ExampleStore
+    examples: RowFiles
     num_rows: int
     num_cut: int = 0
     num_dropped: int = 0
-    validation: ExampleStore = field(default_factory=ExampleStore)
+    validation: RowFiles = field(default_factory=RowFiles)
     num_validation: int = 0
     num_leaked: int = 0
 
@@ -156,7 +156,7 @@ class _Reader:
         *,
         folder: Path | None = None,
     ) -> None:
-        self.examples = ExampleStore(folder)
+        self.examples = RowFiles(folder)
         self.num_rows = self.num_cut = self.num_dropped = 0
         self._codec, self._truncate, self._where = codec, hyper.truncate, where
         self._max_length = min(hyper.max_length, codec.context_length)

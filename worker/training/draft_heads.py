@@ -7,23 +7,24 @@ without gradients; the losses are those of the answers' tokens alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
 from contract.draft_heads import head_names
-from contract.safetensors_header import FILE
-from contract.training import Hyperparameters, JobError
-from worker.training.batches import collate
-from worker.training.chat_data import Examples
-from worker.training.checkpoints import Checkpoints, TrainingStopped
-from worker.training.example_store import IGNORED, ExampleStore
+from contract.training import JobError
+from engine.training.model import TrainingModel
+from engine.training.packer import Piece, cut_step, pack
+from engine.training.parameters import AdapterLayout, Span
+from engine.training.run import RunRequest, RunRows
+from engine.training.tables import SiteTables
+from kernels.training import Pools
 
+#: Label of a token without a loss; cross-entropy skips this value.
+IGNORED = -100
 #: A head's rank, where the base is as wide as that.
 RANK = 32
 LEARNING_RATE = 3e-3
@@ -95,118 +96,74 @@ def targets_of(labels: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torc
     return reads, torch.stack(found, -1)
 
 
-def save_adapter(model: Any, heads: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write PEFT's two files, and the heads beside the LoRA."""
-    model.save_pretrained(folder)
-    if heads:
-        tensors = {**load_file(folder / FILE), **heads}
-        save_file(tensors, folder / FILE, metadata={"format": "pt"})
-
-
-def train_heads(
-    trainer: Any,
-    checkpoints: Checkpoints,
-    data: Examples,
-    hyper: Hyperparameters,
-    emit: Callable[..., None],
-    told: dict[str, Any],
-    *,
-    pad_id: int,
-) -> dict[str, torch.Tensor]:
-    """Return heads for a Trainer's model, whose LoRA is the result's and is saved before.
-
-    told  the last progress, which the events repeat
-    Raises TrainingStopped.
-    """
-    found = checkpoints.found
-    if found is not None and found.is_final:
-        told = found.state["told"]
-    else:
-        checkpoints.save_final(trainer.state, trainer.model, told)
-    training = HeadTraining(
-        trainer.model,
-        pad_id=pad_id,
-        batch_size=hyper.batch_size,
-        tell=lambda **fields: emit("draft_heads", **told, **fields),
-        is_stopped=lambda: checkpoints.is_to_stop,
-    )
-    return training.run(
-        hyper.draft_heads,
-        data.examples,
-        data.validation,
-        num_batches=trainer.state.global_step * hyper.gradient_accumulation,
-        seed=hyper.seed,
-    )
-
-
 class HeadTraining:
-    """Trains the heads of a PEFT model.
+    """Trains heads over an adapter that stays as it is, a pass through the model at a time.
 
-    tell        gets how far it is: `draft_head_step`, `draft_head_steps`, `draft_head_loss`, and in
-                the end `draft_head_accuracy`, the share of right guesses of each head,
-                `draft_head_accuracy_untrained`, and which rows they were counted on
-    is_stopped  asked before each piece of work
+    rows, validation  that the LoRA was trained on and validated with; None: it was not validated
     """
 
     def __init__(
         self,
-        model: Any,
+        model: TrainingModel,
         *,
-        pad_id: int,
-        batch_size: int,
-        tell: Callable[..., None],
-        is_stopped: Callable[[], bool],
+        request: RunRequest,
+        adapter: Mapping[str, torch.Tensor],
+        token_budget: int,
     ) -> None:
-        self._base = model.get_base_model()
-        self._pad_id, self._batch_size = pad_id, batch_size
-        self._tell, self._is_stopped = tell, is_stopped
-        self._device = next(model.parameters()).device
-        model.eval()
+        self._model, self._budget, self._settings = model, token_budget, request.settings
+        self._rows = request.rows
+        self._validation = None if request.held_out is None else request.held_out.rows
+        layout = AdapterLayout(model.config, request.settings)
+        values = torch.zeros(layout.size, dtype=model.dtype, device=model.device)
+        layout.fill(values, 0, adapter)
+        self._pools = Pools(values, values, values, values, values)  # `values` alone is read
+        self._sites = SiteTables(model.config, model.device).of([(layout, Span(0, layout.size))])
+        self.tensors: dict[str, torch.Tensor] = {}
 
-    def run(
-        self,
-        num_heads: int,
-        rows: ExampleStore,
-        validation: ExampleStore,
-        *,
-        num_batches: int,
-        seed: int,
-    ) -> dict[str, torch.Tensor]:
-        """Return the trained heads. Raises TrainingStopped.
+    def run(self, num_heads: int, num_steps: int) -> Iterator[dict[str, Any]]:
+        """Train; `tensors` has the heads in the end. Yields after each pass: what is new to tell.
 
-        num_batches  that the LoRA was trained on: a short training of many rows has few for heads
+        num_steps  that the LoRA was trained: a short training of many rows has few for heads
+        That is `draft_head_step`, `draft_head_steps`, `draft_head_loss`, and in the end
+        `draft_head_accuracy`, the share of right guesses of each head, `…_untrained`, and which
+        rows they were counted on. Raises JobError.
         """
-        hidden = self._base.get_output_embeddings().weight.shape[1]
-        heads = Heads(num_heads, hidden, seed=seed).to(self._device)
-        counted = validation if len(validation) else rows
-        before = self._accuracy(heads, counted)
-        steps = NUM_PASSES * min(num_batches, -(-len(rows) // self._batch_size))
-        loss = self._train(heads, rows, max(steps, LEAST_STEPS), seed)
-        self._tell(
-            draft_head_loss=loss,
-            draft_head_accuracy=self._accuracy(heads, counted),
-            draft_head_accuracy_untrained=before,
-            draft_head_accuracy_on="validation" if counted is validation else "training",
-        )
-        return heads.tensors()
+        settings, rows = self._settings, self._rows
+        heads = Heads(num_heads, self._model.config.hidden_size, seed=settings.seed)
+        heads.to(self._model.device)
+        counted = rows if self._validation is None else self._validation
+        before = yield from self._accuracy(heads, counted)
+        num_batches = num_steps * settings.gradient_accumulation
+        steps = NUM_PASSES * min(num_batches, -(-len(rows) // settings.batch_size))
+        loss = yield from self._train(heads, max(steps, LEAST_STEPS))
+        after = yield from self._accuracy(heads, counted)
+        self.tensors = heads.tensors()
+        yield {
+            "draft_head_loss": loss,
+            "draft_head_accuracy": after,
+            "draft_head_accuracy_untrained": before,
+            "draft_head_accuracy_on": "training" if counted is rows else "validation",
+        }
 
-    def _train(self, heads: Heads, rows: ExampleStore, steps: int, seed: int) -> float:
-        """Train; return the mean loss of a head over the last tenth of the steps."""
+    def _train(self, heads: Heads, steps: int) -> Generator[dict[str, Any], None, float]:
+        """-> the mean loss of a head over the last tenth of the steps."""
         optimizer = torch.optim.AdamW(heads.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        drawn = torch.Generator().manual_seed(seed)
-        batches, losses = self._by_length(rows), list[float]()
+        drawn = torch.Generator().manual_seed(self._settings.seed)
+        batches, losses = self._by_length(self._rows), list[float]()
         order: list[int] = []
         while len(losses) < steps:
             order = order or torch.randperm(len(batches), generator=drawn).tolist()
-            states = self._states(rows, batches[order.pop()], len(heads.down))
+            states = self._states(self._rows, batches[order.pop()], len(heads.down))
             losses.append(self._step(heads, states))
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            told: dict[str, Any] = {}
             if len(losses) % _EVERY == 0 or len(losses) == steps:
                 told = {"draft_head_step": len(losses), "draft_head_steps": steps}
-                self._tell(**told, draft_head_loss=round(losses[-1], 4))
+                told["draft_head_loss"] = round(losses[-1], 4)
+            yield told
         last = losses[-max(1, steps // 10) :]
         return round(sum(last) / len(last), 4)
 
@@ -219,7 +176,7 @@ class HeadTraining:
         total = 0.0
         for x, targets in self._pieces(states):
             losses = F.cross_entropy(
-                self._logits(heads, x).flatten(0, 1).float(),
+                self._model.logits(heads(x)).flatten(0, 1).float(),
                 targets.T.flatten(),
                 ignore_index=IGNORED,
                 reduction="none",
@@ -232,60 +189,57 @@ class HeadTraining:
             raise JobError("hyperparameters.draft_heads", "their loss became infinite or NaN")
         return total / max(1, int((counts > 0).sum()))
 
-    @torch.no_grad()
-    def _accuracy(self, heads: Heads, rows: ExampleStore) -> list[float]:
-        """Return the share of each head's guesses that are right, on some of the rows."""
+    def _accuracy(
+        self, heads: Heads, rows: RunRows
+    ) -> Generator[dict[str, Any], None, list[float]]:
+        """-> the share of each head's guesses that are right, on some of the rows."""
         num_heads = len(heads.down)
         right, count = torch.zeros(num_heads), torch.zeros(num_heads)
         batches = self._by_length(rows)
         stride = -(-len(batches) // _MAX_COUNTED)
         for indices in batches[::stride]:
-            for x, targets in self._pieces(self._states(rows, indices, num_heads)):
-                guesses = self._logits(heads, x).argmax(-1).T  # [N, H]
-                right += (guesses == targets).sum(0).cpu()
-                count += (targets != IGNORED).sum(0).cpu()
+            with torch.no_grad():
+                for x, targets in self._pieces(self._states(rows, indices, num_heads)):
+                    guesses = self._model.logits(heads(x)).argmax(-1).T  # [N, H]
+                    right += (guesses == targets).sum(0).cpu()
+                    count += (targets != IGNORED).sum(0).cpu()
+            yield {}
         return [round(float(share), 4) for share in right / count.clamp(min=1)]
 
-    def _by_length(self, rows: ExampleStore) -> list[list[int]]:
-        """Return the rows in batches; those of similar length share one, which pads little."""
-        order = sorted(range(len(rows)), key=rows.length)
-        return [order[at : at + self._batch_size] for at in range(0, len(order), self._batch_size)]
+    def _by_length(self, rows: RunRows) -> list[list[int]]:
+        """Return the rows in batches; those of similar length share one."""
+        order, size = (
+            sorted(range(len(rows)), key=rows.lengths.__getitem__),
+            self._settings.batch_size,
+        )
+        return [order[at : at + size] for at in range(0, len(order), size)]
 
-    @torch.no_grad()
-    def _states(self, rows: ExampleStore, indices: list[int], num_heads: int) -> States:
-        """Compute what the heads read in some rows, as the loop computes it."""
-        if self._is_stopped():
-            raise TrainingStopped
-        batch = collate([rows[index].as_input() for index in indices], self._pad_id)
-        batch = {name: tensor.to(self._device) for name, tensor in batch.items()}
-        reads, targets = targets_of(batch["labels"], num_heads)
-        with self._autocast():
-            hidden = self._base.get_decoder()(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                use_cache=False,
-            ).last_hidden_state
-        return States(x=hidden[reads].float(), targets=targets[reads])
+    def _states(self, rows: RunRows, indices: list[int], num_heads: int) -> States:
+        """Compute what the heads read in some rows."""
+        found, first = [], 0
+        for number in cut_step([rows.lengths[index] for index in indices], self._budget):
+            batch = pack([Piece(rows, indices[first : first + number], 1.0)], self._model.device)
+            found.append(self._model.states(batch, self._sites, self._pools).float())
+            first += number
+        labels = _labels(rows, indices)
+        reads, targets = targets_of(labels, num_heads)
+        return States(x=torch.cat(found), targets=targets[reads].to(self._model.device))
 
     def _pieces(self, states: States) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the states and targets in pieces whose logits are few enough."""
-        vocab_size = self._base.get_output_embeddings().weight.shape[0]
-        size = max(1, _MAX_LOGITS // (vocab_size * states.targets.shape[1]))
+        size = max(1, _MAX_LOGITS // (self._model.config.vocab_size * states.targets.shape[1]))
         for at in range(0, len(states.x), size):
-            if self._is_stopped():
-                raise TrainingStopped
             yield states.x[at : at + size], states.targets[at : at + size]
 
-    def _logits(self, heads: Heads, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits of each head, [H, N, V]. The LM head has no gradient of its own."""
-        read = heads(x)
-        with self._autocast():
-            logits: torch.Tensor = self._base.get_output_embeddings()(read)
-        return logits
 
-    def _autocast(self) -> Any:
-        dtype = self._base.dtype
-        return torch.autocast(self._device.type, dtype=dtype, enabled=dtype != torch.float32)
+def _labels(rows: RunRows, indices: list[int]) -> torch.Tensor:
+    """Return the rows' answer tokens [S, T], IGNORED elsewhere."""
+    labels = torch.full((len(indices), max(rows.lengths[index] for index in indices)), IGNORED)
+    for number, index in enumerate(indices):
+        own = slice(rows.starts[index], rows.starts[index + 1])
+        answer = rows.token_ids[own].long().where(rows.is_answer[own], IGNORED)
+        labels[number, : rows.lengths[index]] = answer
+    return labels
 
 
 def _rate(step: int, steps: int) -> float:

@@ -1,66 +1,68 @@
-"""Keeps the adapter as it is after some of a training's steps: what the API calls checkpoints."""
+"""Keeps a run's adapter as it is after some of its steps: what the API calls checkpoints."""
 
 from __future__ import annotations
 
+import functools
 import json
-import math
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import TrainerCallback
 
-from contract.training import METRICS_FILE, TrainJob
+from contract.training import METRICS_FILE
+from engine.model.config import ModelConfig
+from engine.training.checkpoint import MASTER, Checkpoint
+from engine.training.parameters import AdapterLayout
 from worker.training.adapter_folder import base_name, write_adapter
-from worker.training.checkpoints import reason
-from worker.training.validation import Validation
+from worker.training.disk import reason, save_peft
+from worker.training.jobs import PreparedJob
 
 
-def kept_steps(steps: int, number: int) -> set[int]:
-    """Return the steps after which the adapter is kept: they divide the training evenly.
+class KeptAdapters:
+    """Writes each, in the writer's thread, to a folder of its own in `job.kept_dir`: its step.
 
-    Fewer than `number` where there are not as many steps; never the last, which is the result.
-    """
-    places = (round(steps * part / (number + 1)) for part in range(1, number + 1))
-    return {step for step in places if 0 < step < steps}
-
-
-class KeptAdapters(TrainerCallback):
-    """Writes the adapter after each of `kept_steps` to a folder of its own in `job.kept_dir`.
-
-    Add it after the callbacks that know the losses. A folder is there whole or not at all; one that
-    cannot be written is said, and the training goes on.
+    A folder is there whole or not at all. If one cannot be written, `tell` warns of it, and the
+    training continues.
     """
 
-    def __init__(
-        self, job: TrainJob, steps: int, emit: Callable[..., None], validation: Validation
-    ) -> None:
-        number = job.hyperparameters.checkpoints if job.kept_dir is not None else 0
-        self._steps = kept_steps(steps, number)
-        self._job, self._emit, self._validation = job, emit, validation
+    def __init__(self, writer: ThreadPoolExecutor, emit: Callable[..., None]) -> None:
+        self._writer, self._emit = writer, emit
+        self._writing: deque[tuple[str, int, Future[None]]] = deque()
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs, step = kwargs["logs"], state.global_step
-        if step not in self._steps or not math.isfinite(logs.get("loss", math.nan)):
+    def write(self, prepared: PreparedJob, told: dict[str, Any], saved: Checkpoint) -> None:
+        """Begin to write the adapter of a state, unless the process before this one did.
+
+        told  the progress of the state's step
+        """
+        job, step = prepared.named.job, told["step"]
+        assert job.kept_dir is not None
+        folder = job.kept_dir / str(step)
+        if folder.exists():
             return
-        metrics = {"step": step, "train_loss": round(float(logs["loss"]), 4)}
-        loss = self._validation.loss
-        if loss is not None and self._validation.loss_step == step and math.isfinite(loss):
-            metrics["full_valid_loss"] = round(loss, 4)
-        assert self._job.kept_dir is not None
-        try:
-            self._write(self._job.kept_dir / str(step), kwargs["model"], metrics)
-        except (OSError, SafetensorError) as error:
-            told = f"the checkpoint after step {step} could not be kept: {reason(error)}"
-            self._emit("warning", message=told)
+        metrics = {"step": step, "train_loss": told["loss"]}
+        if "validation_loss" in told:
+            metrics["full_valid_loss"] = told["validation_loss"]
+        config = ModelConfig.from_folder(job.base_model_dir)
+        tensors = AdapterLayout(config, prepared.request.settings).tensors(saved.tensors[MASTER])
+        save = functools.partial(save_peft, tensors, job.hyperparameters)
+        add = functools.partial(_write_metrics, metrics)
+        written = self._writer.submit(write_adapter, save, base_name(job), folder, add)
+        self._writing.append((prepared.named.name, step, written))
 
-    def _write(self, folder: Path, model: Any, metrics: dict[str, Any]) -> None:
-        if folder.exists():  # by the process before, which was killed
-            return
+    def tell(self, *, wait: bool = False) -> None:
+        """Warn of adapters that could not be written; with `wait`, once all have been tried."""
+        while self._writing and (wait or self._writing[0][2].done()):
+            name, step, written = self._writing.popleft()
+            error = written.exception()
+            if isinstance(error, OSError | SafetensorError):
+                problem = f"the checkpoint after step {step} could not be kept: {reason(error)}"
+                self._emit(name, "warning", message=problem)
+            elif error is not None:
+                raise error
 
-        def save(staging: Path) -> None:
-            model.save_pretrained(staging)
-            (staging / METRICS_FILE).write_text(json.dumps(metrics))
 
-        write_adapter(save, base_name(self._job), folder)
+def _write_metrics(metrics: dict[str, Any], folder: Path) -> None:
+    (folder / METRICS_FILE).write_text(json.dumps(metrics))

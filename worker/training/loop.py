@@ -1,424 +1,367 @@
-"""The training loop behind `worker.train`: PEFT's LoRA on transformers' Trainer."""
+"""The loop behind `worker.train`: jobs into the batch, its events and adapters out.
+
+Start reading at `BatchTraining.run`.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
-import resource
-import tempfile
+import contextlib
 import time
-from collections.abc import Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
-from transformers.trainer import TRAINER_STATE_NAME
+from safetensors import SafetensorError
 
-from contract.draft_heads import is_head_tensor
-from contract.training import Hyperparameters, JobError, TrainJob
+from contract.training import JobError
 from engine.text.codec import TextCodec
-from worker.training.batches import collate, collate_packed
-from worker.training.chat_data import Examples
-from worker.training.checkpoints import Checkpoints, TrainingStopped
-from worker.training.draft_heads import train_heads
-from worker.training.example_store import IGNORED, TrainingInputs
+from engine.training.checkpoint import Checkpoint
+from engine.training.errors import RunTooLarge, TrainingError
+from engine.training.events import Event, RunEnded, RunProgress, RunStarted
+from engine.training.run import RunRequest
+from worker.child import Stopped
+from worker.training.arrivals import MoreJobs, NoMoreJobs
+from worker.training.base import OpenBase
+from worker.training.chat_data import DatasetError
+from worker.training.device import device_name, peak_memory_bytes
+from worker.training.disk import CheckpointFolder, SavedRun, reason
+from worker.training.finishing import CANCELLED, Finishing, TrainedLora, final_loss
+from worker.training.jobs import NamedJob, PreparedJob, kept_steps, prepare
 from worker.training.kept_adapters import KeptAdapters
-from worker.training.quantization import loading_options
-from worker.training.validation import Validation
 
+#: emit(run, event, **fields)
 Emit = Callable[..., None]
+#: Jobs whose rows are being read, or were and are not in the batch yet.
+_READ_AHEAD = 4
+#: Of the validations before a checkpoint, how many are told.
+_SHOWN_LOSSES = 256
+#: What the trainer calls a part of a run -> the field of the job that it comes from.
+_FIELDS = {"adapter": "warm_start"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A finished training, with its best state if it was validated, else with its last.
+class Trains(Protocol):
+    """What the loop uses of `BatchTrainer`; `RemoteTrainer` has it, too."""
 
-    final_loss  the mean over the last tenth of the steps
-    best_step   of the state with the least loss in validation, `best_loss`
-    heads       the tensors of its draft heads
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: RunRequest, saved: Checkpoint | None = None) -> None: ...
+    def cancel(self, run_id: str) -> None: ...
+    def checkpoint(self, run_id: str) -> Checkpoint | None: ...
+    def step(self) -> list[Event]: ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """A job in the batch.
+
+    losses      of its steps, validated: [step, loss] of the validations before it took part
+    told        the last progress
+    kept        steps after which its adapter is kept
+    began       when it took part, by the monotonic clock
+    first_step  the steps that it had made then, first_tokens the tokens
+    saved_at    when its last checkpoint was taken
     """
 
-    model: Any
-    final_loss: float
-    trained_tokens: int
-    best_step: int | None = None
-    best_loss: float | None = None
-    heads: dict[str, torch.Tensor] = field(default_factory=dict)
+    prepared: PreparedJob
+    losses: list[float] = field(default_factory=list)
+    validated: list[list[float]] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    first_step: int = 0
+    first_tokens: int = 0
+    began: float = 0.0
+    saved_at: float = 0.0
 
 
-def training_dtype() -> torch.dtype:
-    """Return bfloat16 if the device multiplies it natively, else float32.
+class BatchTraining:
+    """Trains jobs of one base in one batch.
 
-    On a 2-core CPU with AVX512-BF16: 302 instead of 172 tokens/s (135M parameters, rank 16).
-    """
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
-
-
-def limit_gpu_memory(share: float | None) -> None:
-    """Let this process allocate at most a share of the GPU's memory; a worker has the rest."""
-    if share is not None and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
-
-
-def device_name() -> str:
-    """Return "cpu", or the name of the GPU that trains."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def peak_memory_bytes() -> int:
-    """Return the most memory that this process has taken: of the GPU, else of the machine."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def load_codec(folder: Path) -> TextCodec:
-    """Return the base's tokenizer and chat template. Raises JobError without a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
-        raise JobError("base_model_dir", "there is no tokenizer.json")
-    return TextCodec(folder)
-
-
-def planned(data: Examples, job: TrainJob) -> dict[str, int]:
-    """Return the length of the training, as its event `started` has it.
-
-    Raises JobError if it is longer than the job may be.
-    """
-    hyper = job.hyperparameters
-    tokens_per_epoch = data.examples.num_tokens
-    batches_per_epoch = -(-len(data.examples) // hyper.batch_size)
-    steps_per_epoch = -(-batches_per_epoch // hyper.gradient_accumulation)
-    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
-    tokens = round(tokens_per_epoch * steps / steps_per_epoch)
-    for name, number, most in (
-        ("steps", steps, job.most_steps),
-        ("tokens", tokens, job.most_tokens),
-    ):
-        if most is not None and number > most:
-            field = "hyperparameters.max_steps" if hyper.max_steps else "hyperparameters.epochs"
-            raise JobError(field, f"the run would have {number} {name}; {most} is the limit")
-    return {
-        "rows": data.num_rows,
-        "examples": len(data.examples),
-        "truncated_rows": data.num_cut,
-        "dropped_rows": data.num_dropped,
-        "validation_rows": data.num_validation,
-        "leaked_rows": data.num_leaked,
-        "tokens": tokens,
-        "steps": steps,
-    }
-
-
-def final_loss(losses: list[float]) -> float:
-    """Return the mean loss of the last tenth of the steps."""
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last)
-
-
-def load_base(job: TrainJob) -> tuple[Any, TextCodec]:
-    """Load the job's base model, its tokenizer and its chat template.
-
-    Raises JobError if there is no tokenizer, if a target module is not a linear layer of the
-    model's decoder layers, or if the base is to be quantised and cannot be.
-    """
-    if job.num_threads is not None:
-        torch.set_num_threads(job.num_threads)
-    limit_gpu_memory(job.gpu_share)
-    codec = load_codec(job.base_model_dir)
-    dtype = training_dtype()
-    model = AutoModelForCausalLM.from_pretrained(
-        job.base_model_dir,
-        dtype=dtype,
-        local_files_only=True,
-        **loading_options(job.hyperparameters, dtype),
-    )
-    linears = {
-        name.rpartition(".")[2]
-        for name, module in model.get_decoder().layers.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-    for target in job.hyperparameters.target_modules:
-        if target not in linears:
-            raise JobError(
-                "hyperparameters.target_modules",
-                f"{target!r} is not one of {', '.join(sorted(linears))}",
-            )
-    return model, codec
-
-
-class AnswerTrainer(Trainer):
-    """A Trainer that computes logits for the assistant's tokens alone.
-
-    The LM head and its softmax are a quarter of a small model's work, and more than half of a
-    chat's tokens belong to the prompt.
-
-    checkpoints  with what it goes on from, instead of the Trainer's own files
+    checkpoint_s  a run's checkpoint is older than this only while another's is being written
+    base          trains draft heads, and scores the adapters of jobs with a `judge_dir`; None: the
+                  trainer is in another process
+    failures      jobs that ended with an error of their own
+    left_over     jobs that the trainer has no room for, whoever else ends
     """
 
-    checkpoints: Checkpoints
-
-    def go_on(self) -> None:
-        """Train, from the first step or from the state that was found."""
-        found = self.checkpoints.found
-        if found is None:
-            self.train()
-            return
-        if found.is_final:
-            self.state = TrainerState(**found.state["trainer"])
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            state = TrainerState(**found.state["trainer"])
-            state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
-            self.train(resume_from_checkpoint=folder)
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the model has its adapter."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.restore_optimizer(self.optimizer, self.lr_scheduler)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.checkpoints.restore_random()
-
-    def compute_loss(
+    def __init__(
         self,
-        model: Any,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the mean loss over the batch's labelled tokens.
+        trainer: Trains,
+        codec: TextCodec,
+        folder: CheckpointFolder,
+        emit: Emit,
+        checkpoint_s: float,
+        base: OpenBase | None = None,
+    ) -> None:
+        self._trainer, self._codec = trainer, codec
+        self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
+        self._runs: dict[str, _Run] = {}
+        self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._writing: tuple[str, int, Future[None]] | None = None
+        self._is_warned = False  # that a state could not be written
+        self._kept = KeptAdapters(self._writer, self._tell)
+        self._finishing = Finishing(base, folder, self._writer, emit, self._fail)
+        self._is_stopped = False
+        self._cancelled: set[str] = set()
+        self._paused: set[str] = set()
+        self._step_began = 0.0
+        self.failures = 0
+        self.left_over: list[NamedJob] = []
 
-        Of a step of several batches, the batch's part of the mean over all of them.
+    def run(self, jobs: Iterable[NamedJob], more: MoreJobs | None = None) -> None:
+        """Train all jobs to their ends, and those that come meanwhile; events go to `emit`.
+
+        Raises Stopped after `stop`, and BrokenPipeError when nobody reads the events any more: then
+        every run's state is on the disk.
         """
-        base = self.accelerator.unwrap_model(model).get_base_model()
-        labels = inputs["labels"][:, 1:]
-        kept = labels != IGNORED  # [S, T - 1]
-        with torch.autocast(
-            labels.device.type, dtype=base.dtype, enabled=base.dtype != torch.float32
-        ):
-            hidden = base.get_decoder()(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs.get("attention_mask"),
-                position_ids=inputs.get("position_ids"),  # of packed rows, which it keeps apart
-                use_cache=False,
-            ).last_hidden_state
-            logits = base.get_output_embeddings()(hidden[:, :-1][kept])  # [answer tokens, V]
-        if num_items_in_batch is None or self.args.gradient_accumulation_steps == 1:
-            return F.cross_entropy(logits.float(), labels[kept])
-        total = F.cross_entropy(logits.float(), labels[kept], reduction="sum")
-        return total / num_items_in_batch
+        reader = ThreadPoolExecutor(1, "rows")
+        try:
+            self._train(deque(jobs), reader, more or NoMoreJobs())
+        except (Stopped, BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):
+                self._finishing.stop()
+            self._save_all()
+            raise
+        finally:
+            reader.shutdown(cancel_futures=True)
+            self._finishing.close()
+            self._writer.shutdown()
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
 
-class Progress(TrainerCallback):
-    """Turns the Trainer's log lines into progress events.
+    def stop(self) -> None:
+        """Let `run` end after the micro-batch that is under way."""
+        self._is_stopped = True
 
-    Raises JobError if training diverges before there is a good state to keep.
-    """
+    def cancel(self, name: str, *, pause: bool = False) -> None:
+        """Let a job end, with an error, after the micro-batch that is under way; the others go on.
 
-    def __init__(self, emit: Emit, tokens_per_epoch: int, validation: Validation) -> None:
-        self.losses: list[float] = []
-        self._emit = emit
-        self._tokens_per_epoch = tokens_per_epoch
-        self._validation = validation
-        self._started = 0.0
-        self._first_step = self._first_tokens = 0  # what was trained before this process
-        self.told: dict[str, Any] = {}  # of the last step
+        Other threads may call it, for a job that has not come yet, too.
+        pause  keep its state, that of its last step
+        """
+        if pause:
+            self._paused.add(name)
+        self._cancelled.add(name)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._started = time.monotonic()
-        self._first_step = state.global_step
-        self._first_tokens = self.trained_tokens(state.epoch or 0)
+    def _train(self, left: deque[NamedJob], reader: ThreadPoolExecutor, more: MoreJobs) -> None:
+        ahead: deque[tuple[NamedJob, Future[PreparedJob]]] = deque()
+        while True:
+            if self._is_stopped:
+                raise Stopped
+            left.extend(more.take())
+            if not (left or ahead or self._has_work):
+                self._kept.tell(wait=True)
+                self._finishing.tell(wait=True)
+                self._finish_writing()
+                if self.left_over or not more.may_come:
+                    return
+                more.wait()
+                continue
+            while left and len(ahead) < _READ_AHEAD:
+                job = left.popleft()
+                ahead.append((job, reader.submit(prepare, job, self._codec)))
+            # Rows are waited for only when there is nothing else to do.
+            while ahead and (ahead[0][1].done() or not self._has_work):
+                self._add(*ahead.popleft())
+            self._cancel()
+            self._step_began = time.monotonic()
+            for event in self._trainer.step():
+                self._report(event)
+            self._kept.tell()
+            self._finishing.step(may_wait=not self._trainer.has_work)
+            self._save_the_oldest()
 
-    def trained_tokens(self, epoch: float) -> int:
-        return round(epoch * self._tokens_per_epoch)
+    @property
+    def _has_work(self) -> bool:
+        return self._trainer.has_work or self._finishing.has_work
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs = kwargs["logs"]
-        if "loss" not in logs:
-            return  # the Trainer's summary at the end
-        loss = float(logs["loss"])
-        if not math.isfinite(loss):
-            if self._validation.best_loss is not None:
-                self._validation.end(control)
-                return
-            raise JobError(
-                "hyperparameters.learning_rate",
-                f"the loss became infinite or NaN at step {state.global_step}: lower it",
-            )
-        self.losses.append(loss)
-        elapsed = time.monotonic() - self._started
-        per_step_s = elapsed / (state.global_step - self._first_step)
-        trained_tokens = self.trained_tokens(state.epoch)
-        self.told = {
-            "step": state.global_step,
-            "steps": state.max_steps,
-            "loss": round(loss, 4),
-            "learning_rate": logs["learning_rate"],
-            "tokens_per_s": round((trained_tokens - self._first_tokens) / elapsed, 1),
-            "eta_s": round(per_step_s * (state.max_steps - state.global_step), 1),
-            "trained_tokens": trained_tokens,
+    def _cancel(self) -> None:
+        """Drop the runs that are to end."""
+        for name in list(self._cancelled):  # a copy: another thread adds to it
+            if name in self._runs:
+                if name in self._paused:
+                    self._save(name)
+                self._trainer.cancel(name)
+            elif self._finishing.cancel(name):
+                self._fail(name, CANCELLED)
+
+    def _save_all(self) -> None:
+        """Write every run's state, so that the next process goes on from here."""
+        self._finish_writing()
+        for name in self._runs:
+            self._save(name)
+
+    def _save(self, name: str) -> None:
+        """Write a run's state now, unless the one that is written is as new."""
+        self._finish_writing()
+        saved = self._taken(name, self._runs[name])
+        if saved is not None:
+            self._begin_writing(name, saved)
+            self._finish_writing()
+
+    def _add(self, named: NamedJob, rows: Future[PreparedJob]) -> None:
+        """Put a job into the batch: from its checkpoint, if it has one of this very job."""
+        if named.name in self._cancelled:
+            self._fail(named.name, CANCELLED)
+            return
+        try:
+            prepared = _prepared(rows)
+            saved = self._folder.load(named.name)
+            try:
+                self._trainer.add(prepared.request, saved.checkpoint if saved else None)
+            except TrainingError as error:
+                if saved is None or error.param != "checkpoint":
+                    raise
+                saved = None
+                self._trainer.add(prepared.request)
+        except RunTooLarge as error:
+            self.left_over.append(named)
+            self._emit(named.name, "later", reason=error.message)
+            return
+        except (DatasetError, JobError, TrainingError, OSError) as error:
+            field_of = _FIELDS.get(getattr(error, "param", None) or "")
+            self._fail(named.name, str(error), field_of or getattr(error, "field", None))
+            return
+        losses, validated = ([], []) if saved is None else (saved.losses, saved.validated)
+        run = self._runs[named.name] = _Run(prepared, losses, validated)
+        if named.job.kept_dir is not None:
+            number = named.job.hyperparameters.checkpoints
+            run.kept = kept_steps(prepared.request.settings.steps, number)
+
+    def _report(self, event: Event) -> None:
+        run = self._runs[event.run_id]
+        if isinstance(event, RunStarted):
+            run.began = run.saved_at = self._step_began
+            run.first_step, run.first_tokens = event.step, event.tokens
+            fields: dict[str, Any] = {**run.prepared.started}
+            fields["trainable_parameters"] = event.num_parameters
+            if event.step:
+                fields["resumed_step"] = event.step
+                if run.validated:
+                    fields["validation_losses"] = run.validated[-_SHOWN_LOSSES:]
+            self._emit(event.run_id, "started", **fields, device=device_name())
+        elif isinstance(event, RunProgress):
+            run.losses.append(event.loss)
+            self._report_progress(run, event)
+        else:
+            self._report_end(run, event)
+
+    def _report_progress(self, run: _Run, event: RunProgress) -> None:
+        elapsed = time.monotonic() - run.began
+        steps = run.prepared.request.settings.steps
+        per_step = elapsed / (event.step - run.first_step)
+        run.told = {
+            "step": event.step,
+            "steps": steps,
+            "loss": round(event.loss, 4),
+            "learning_rate": event.learning_rate,
+            "tokens_per_s": round((event.tokens - run.first_tokens) / elapsed, 1),
+            "eta_s": round(per_step * (steps - event.step), 1),
+            "trained_tokens": event.tokens,
             "memory_bytes": peak_memory_bytes(),
-            **self._validated(state.global_step),
+            **_figures(
+                validation_loss=event.validation_loss,
+                best_step=event.best_step,
+                best_loss=event.best_loss,
+            ),
         }
-        self._emit("progress", **self.told)
+        self._emit(event.run_id, "progress", **run.told)
+        if event.step in run.kept and (saved := self._trainer.checkpoint(event.run_id)) is not None:
+            self._kept.write(run.prepared, run.told, saved)
 
-    def _validated(self, step: int) -> dict[str, float | int]:
-        """Return what is said of the last validation and the best one."""
-        told: dict[str, float | int] = {}
-        loss, best = self._validation.loss, self._validation.best_loss
-        if loss is not None and self._validation.loss_step == step and math.isfinite(loss):
-            told["validation_loss"] = round(loss, 4)
-        if best is not None:
-            told |= {"best_step": self._validation.best_step, "best_loss": round(best, 4)}
-        return told
+    def _report_end(self, run: _Run, event: RunEnded) -> None:
+        name, job = event.run_id, run.prepared.named.job
+        del self._runs[name]
+        if event.adapter is None:
+            problem = event.error.message if event.error else CANCELLED
+            field_of = event.error.param if event.error else None
+            if field_of:
+                field_of = f"hyperparameters.{field_of}"
+                problem = f"{field_of}: {problem}"
+            self._fail(name, problem, field_of)
+            return
+        done = {
+            "output": str(job.output_dir),
+            "final_loss": round(final_loss(run.losses), 4),
+            "trained_tokens": event.tokens,
+            **_figures(best_step=event.best_step, best_loss=event.best_loss),
+        }
+        trained = TrainedLora(run.prepared, event.adapter, event.step, run.told, done, run.began)
+        self._finishing.add(trained)
+
+    def _fail(self, name: str, message: str, field_of: str | None = None) -> None:
+        self.failures += 1
+        told = {"field": field_of} if field_of else {}
+        self._emit(name, "error", message=message, **told)
+        self._finish_writing()
+        is_wanted = name in self._paused if name in self._cancelled else self._folder.is_kept
+        if not is_wanted:
+            self._folder.drop(name)
+
+    def _save_the_oldest(self) -> None:
+        """Begin to write the checkpoint that is due the longest, unless one is being written."""
+        if self._writing is not None:
+            if not self._writing[2].done():
+                return
+            self._finish_writing()
+        began = {name: run for name, run in self._runs.items() if run.began}
+        name = min(began, key=lambda name: began[name].saved_at, default=None)
+        now = time.monotonic()
+        if name is None or now - began[name].saved_at < self._checkpoint_s:
+            return
+        saved = self._taken(name, began[name])
+        if saved is not None:
+            began[name].saved_at = now
+            self._begin_writing(name, saved)
+
+    def _begin_writing(self, name: str, saved: SavedRun) -> None:
+        written = self._writer.submit(self._folder.save, name, saved)
+        self._writing = name, saved.checkpoint.step, written
+
+    def _taken(self, name: str, run: _Run) -> SavedRun | None:
+        taken = self._trainer.checkpoint(name)
+        return None if taken is None else SavedRun(taken, list(run.losses))
+
+    def _finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written, and say what became of it."""
+        if self._writing is None:
+            return
+        (name, step, written), self._writing = self._writing, None
+        error = written.exception()
+        if error is None:
+            self._is_warned = False
+            self._tell(name, "saved", step=step)
+        elif not isinstance(error, OSError | SafetensorError):
+            raise error
+        elif not self._is_warned:
+            self._is_warned = True
+            problem = f"the run's state could not be saved: {reason(error)}"
+            self._tell(name, "warning", message=problem)
+
+    def _tell(self, name: str, event: str, **fields: Any) -> None:
+        """Emit, unless nobody reads any more: then the states are what is left to write."""
+        with contextlib.suppress(BrokenPipeError):
+            self._emit(name, event, **fields)
 
 
-def _arguments(hyper: Hyperparameters, steps: int) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=tempfile.gettempdir(),  # the Trainer makes this folder, but saves nothing
-        per_device_train_batch_size=hyper.batch_size,
-        gradient_accumulation_steps=hyper.gradient_accumulation,
-        gradient_checkpointing=hyper.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        max_steps=steps,
-        learning_rate=hyper.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(hyper.warmup_steps, steps // 2),
-        weight_decay=0.0,
-        train_sampling_strategy="group_by_length",
-        dataloader_pin_memory=torch.cuda.is_available(),
-        remove_unused_columns=False,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        report_to=[],
-        save_strategy="no",
-        seed=hyper.seed,
-    )
+def _figures(**given: float | None) -> dict[str, float]:
+    """Those that there are, rounded as losses are told."""
+    return {name: round(value, 4) for name, value in given.items() if value is not None}
 
 
-def _collator(hyper: Hyperparameters, pad_id: int) -> Callable[..., dict[str, torch.Tensor]]:
-    if hyper.packing:
-        return functools.partial(collate_packed, pad_id=pad_id, most=hyper.max_length)
-    return functools.partial(collate, pad_id=pad_id)
+def _prepared(rows: Future[PreparedJob]) -> PreparedJob:
+    """Return what was read of a job. Raises DatasetError, JobError, OSError, and nothing else.
 
-
-def _begin_from(model: Any, tensors: Path) -> None:
-    """Load an adapter's tensors into the model's new one. Raises JobError unless they are its."""
-    try:
-        lora = {name: own for name, own in load_file(tensors).items() if not is_head_tensor(name)}
-        outcome = set_peft_model_state_dict(model, lora)
-    except (RuntimeError, ValueError) as error:  # of other shapes
-        raise JobError("warm_start", f"the adapter does not fit: {str(error)[:300]}") from error
-    missing = [name for name in outcome.missing_keys if "lora_" in name]
-    strange = [*missing, *outcome.unexpected_keys]
-    if strange:
-        raise JobError("warm_start", f"the adapter has other tensors than this: {strange[0]}")
-
-
-def run_trainer(
-    model: Any,
-    data: Examples,
-    job: TrainJob,
-    emit: Emit,
-    *,
-    pad_id: int,
-    on_stoppable: Callable[[Callable[[], None]], None] = lambda stop: None,
-) -> Outcome:
-    """Train a LoRA on `model`, which is changed in place; return it with the training's figures.
-
-    on_stoppable  gets what ends the training after a step, once there is something to save
-    Raises JobError if the loss becomes infinite or NaN, or the warm start is another adapter's;
-    TrainingStopped.
+    What a row does to code of ours must not end the batch of others.
     """
-    hyper = job.hyperparameters
-    set_seed(hyper.seed)
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            task_type="CAUSAL_LM",
-            r=hyper.rank,
-            lora_alpha=int(hyper.alpha) if hyper.alpha == int(hyper.alpha) else hyper.alpha,
-            target_modules=list(hyper.target_modules),
-        ),
-    )
-    if job.warm_start is not None:
-        _begin_from(model, job.warm_start)
-    plan = planned(data, job)
-    trainer, validation, progress = _prepared(model, data, job, emit, plan, pad_id)
-    checkpoints = trainer.checkpoints
-    resumed: dict[str, Any] = {}
-    if checkpoints.step:
-        resumed = {"resumed_step": checkpoints.step, "validation_losses": validation.losses[-256:]}
-    trainable = model.get_nb_trainable_parameters()[0]
-    emit("started", **plan, **resumed, trainable_parameters=trainable, device=device_name())
-    if job.checkpoint is not None:
-        on_stoppable(checkpoints.stop)
     try:
-        trainer.go_on()
-    except BrokenPipeError:  # whoever reads the events was killed
-        checkpoints.save_now()
+        return rows.result()
+    except (DatasetError, JobError, OSError):
         raise
-    finally:
-        checkpoints.close()
-    if checkpoints.has_stopped:
-        raise TrainingStopped
-    validation.restore(model)
-    heads: dict[str, torch.Tensor] = {}
-    if hyper.draft_heads:
-        heads = train_heads(trainer, checkpoints, data, hyper, emit, progress.told, pad_id=pad_id)
-    return Outcome(
-        model=model,
-        final_loss=final_loss(progress.losses),
-        trained_tokens=progress.trained_tokens(trainer.state.epoch),
-        best_step=validation.best_step or None,
-        best_loss=validation.best_loss,
-        heads=heads,
-    )
-
-
-def _prepared(
-    model: Any, data: Examples, job: TrainJob, emit: Emit, plan: dict[str, int], pad_id: int
-) -> tuple[AnswerTrainer, Validation, Progress]:
-    """Return the Trainer and what watches it, as the job's checkpoint has them if there is one."""
-    hyper = job.hyperparameters
-    validation = Validation(
-        data.validation,
-        steps=plan["steps"],
-        eval_steps=hyper.eval_steps,
-        patience=hyper.patience,
-        batch_size=hyper.batch_size,
-        pad_id=pad_id,
-    )
-    progress = Progress(emit, data.examples.num_tokens, validation)
-    checkpoints = Checkpoints(job, plan, emit, validation, progress.losses)
-    checkpoints.restore(model)
-    kept = KeptAdapters(job, plan["steps"], emit, validation)
-    trainer = AnswerTrainer(
-        model=model,
-        args=_arguments(hyper, plan["steps"]),
-        train_dataset=TrainingInputs(data.examples),
-        data_collator=_collator(hyper, pad_id),
-        callbacks=[validation, progress, kept, checkpoints],
-    )
-    trainer.checkpoints = checkpoints
-    validation.trainer = trainer
-    return trainer, validation, progress
+    except Exception as error:
+        traceback.print_exc()
+        raise DatasetError("the rows could not be read; the trainer's log says why") from error

@@ -14,7 +14,7 @@ import pytest
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch_child, reports, services, trainer
+from controlplane.training import batch_child, reports, services
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
 from tests.controlplane.training import quick_trainer
@@ -47,7 +47,7 @@ def base_models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def use_python(python: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run this program where code of ours starts a trainer with its own Python."""
-    for module in (batch_child, reports, trainer):
+    for module in (batch_child, reports):
         monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(python)))
 
 

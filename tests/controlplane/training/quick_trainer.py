@@ -1,5 +1,5 @@
-"""`worker.train` without torch: the same job, events, files and exit code, of numbers that mean
-nothing.
+"""The trainer's child without torch: the same orders, events, files and exit code, of numbers that
+mean nothing.
 
 For what happens around a trainer. What a trainer learns, refuses and dies of is the real one's.
 """
@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 STEP_S = 0.01
+STATE = "checkpoint.safetensors"
 
 
-def emit(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201
+class Ended(Exception):
+    """Somebody wants no more of a job."""
+
+
+def emit(run: str, event: str, **fields: Any) -> None:
+    print(json.dumps({"run": run, "event": event, **fields}), flush=True)  # noqa: T201
 
 
 def shapes(base: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -51,38 +57,75 @@ def write_tensors(path: Path, base: dict[str, Any], rank: int) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + numbers)
 
 
-def main(job: dict[str, Any]) -> None:
-    chosen = job["hyperparameters"]
-    steps = chosen["max_steps"]
-    state, saved_at = Path(job["checkpoint"]), time.monotonic()
-    before = json.loads(state.read_text()) if state.exists() else 0
-    told = {"resumed_step": before} if before else {}
-    emit("started", rows=8, truncated_rows=0, tokens=8, steps=steps, **told)
-    for step in range(before + 1, steps + 1):
-        time.sleep(STEP_S)
-        if time.monotonic() - saved_at >= job["checkpoint_s"]:
-            saved_at = time.monotonic()
-            state.parent.mkdir(exist_ok=True)
-            state.with_suffix(".part").write_text(json.dumps(step - 1))
-            state.with_suffix(".part").replace(state)
-            emit("saved", step=step - 1)
-        loss = {"loss": 1.0, "losses": [1.0], "learning_rate": 0.001}
-        emit("progress", step=step, steps=steps, **loss, tokens_per_s=1.0, eta_s=steps - step)
+class Trainer:
+    """Trains one job after the other, and obeys meanwhile: `stopped` has whose state is kept."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self.is_over = every_s, False
+        self.stopped: dict[str, bool] = {}
+
+    def obey(self) -> None:
+        for line in sys.stdin:
+            for order, run in json.loads(line).items():
+                if order in ("cancel", "pause"):
+                    self.stopped[run] = order == "pause"
+        self.is_over = True
+
+    def train(self, path: str) -> None:
+        job = json.loads(Path(path).read_text())
+        chosen = job["hyperparameters"]
+        steps = chosen["max_steps"]
+        state, saved_at = Path(path).parent / "checkpoint" / STATE, time.monotonic()
+        before = json.loads(state.read_text()) if state.exists() else 0
+        told = {"resumed_step": before} if before else {}
+        emit(path, "started", rows=8, truncated_rows=0, tokens=8, steps=steps, **told)
+        for step in range(before + 1, steps + 1):
+            time.sleep(STEP_S)
+            is_ended = self.is_over or path in self.stopped
+            if self.stopped.get(path, self.is_over) or time.monotonic() - saved_at >= self._every_s:
+                saved_at = time.monotonic()
+                state.parent.mkdir(exist_ok=True)
+                state.with_suffix(".part").write_text(json.dumps(step - 1))
+                state.with_suffix(".part").replace(state)
+                emit(path, "saved", step=step - 1)
+            if is_ended:
+                raise Ended
+            loss = {"loss": 1.0, "losses": [1.0], "learning_rate": 0.001}
+            emit(path, "progress", step=step, steps=steps, **loss, tokens_per_s=1.0, eta_s=0)
+        write_adapter(job)
+        emit(path, "done", final_loss=1.0, trained_tokens=8, seconds=0.1)
+
+
+def write_adapter(job: dict[str, Any]) -> None:
     base = json.loads((Path(job["base_model_dir"]) / "config.json").read_text())
-    folder = Path(job["output_dir"])
+    folder, rank = Path(job["output_dir"]), job["hyperparameters"]["rank"]
     folder.mkdir(parents=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": job["base_model"],
-        "r": chosen["rank"],
-        "lora_alpha": chosen["alpha"],
+        "r": rank,
+        "lora_alpha": job["hyperparameters"]["alpha"],
         "target_modules": sorted(name.rpartition(".")[2] for name in shapes(base)),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    write_tensors(folder / "adapter_model.safetensors", base, chosen["rank"])
-    emit("done", output=str(folder), final_loss=1.0, trained_tokens=8, seconds=0.1)
+    write_tensors(folder / "adapter_model.safetensors", base, rank)
+
+
+def main(argv: list[str]) -> int:
+    trainer = Trainer(float(argv[argv.index("--checkpoint-s") + 1]))
+    threading.Thread(target=trainer.obey, daemon=True).start()
+    code = 0
+    for path in (word for word in argv if word.endswith(".json")):
+        try:
+            trainer.train(path)
+        except Ended:
+            if trainer.is_over:
+                return 143
+            emit(path, "error", message="it was cancelled")
+            code = 2
+    return code
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[-1]).read_text()))  # after `-m worker.train`
+    sys.exit(main(sys.argv))  # after `-m worker.train`

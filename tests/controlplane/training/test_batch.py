@@ -20,14 +20,15 @@ from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import (
-    batch,
     batch_child,
     events,
     execution,
     pausing,
     picking,
+    running,
     services,
     tasks,
+    trainer,
 )
 from controlplane.training.models import TrainingRun
 from controlplane.usage.models import TrainingUsage
@@ -42,14 +43,14 @@ from tests.controlplane.training.test_execution import (
 pytestmark = pytest.mark.django_db(transaction=True)
 #: So many that a test ends them.
 ENDLESS = 20_000
-TICK_S = execution.TICK_S
+TICK_S = running.TICK_S
 
 
 @pytest.fixture(autouse=True)
 def together(settings: Any, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.TRAIN_BATCH = 4
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
-    monkeypatch.setattr(batch, "JOIN_S", 0.5)
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    monkeypatch.setattr(execution, "JOIN_S", 0.5)
 
 
 def make_run(party: Party, rows: bytes = ROWS, **hyperparameters: Any) -> TrainingRun:
@@ -81,7 +82,7 @@ def night() -> Iterator[Any]:
     def start() -> threading.Thread:
         def work() -> None:
             try:
-                batch.training_next()
+                execution.training_next()
             finally:
                 connection.close()
 
@@ -126,7 +127,6 @@ def test_two_tenants_runs_share_a_child_and_each_gets_its_own_adapter(
         fresh(run)
         assert (run.status, run.error, run.attempts) == ("succeeded", "", 1)
         assert (run.progress["step"], run.progress["eta_s"]) == (steps, 0)
-        assert "alone" not in run.progress
         with tenant_scope(run.tenant_id):
             version = AdapterVersion.objects.get()
             assert (run.version, version.status) == (version, "ready")
@@ -150,7 +150,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     acme: Party, globex: Party, night: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As often as the platform looks; the others go on, in the one child."""
-    monkeypatch.setattr(execution, "TICK_S", TICK_S)
+    monkeypatch.setattr(running, "TICK_S", TICK_S)
     first = make_run(acme, SHARED_ROWS, max_steps=ENDLESS)
     thread = night()
     wait_for(lambda: step_of(first) > 0)
@@ -165,7 +165,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     third = make_run(acme, max_steps=3, validation_share=0.5, eval_steps=1)
     wait_for(lambda: fresh(third).status == "succeeded")
     assert [step for step, _ in third.progress["validation_losses"]] == [1, 2, 3]
-    assert "alone" not in third.progress and third.progress["best_loss"] > 0
+    assert third.progress["best_loss"] > 0
     seen = step_of(second)
     wait_for(lambda: step_of(second) > seen + 3)
     assert trainers() == [child]
@@ -198,10 +198,10 @@ def test_who_joins_a_batch_keeps_nobody_waiting(acme: Party, globex: Party) -> N
             num_lost=0, adapter=Adapter.objects.get(name="other")
         )
     assert picking.next_to_join(begun) is None
-    assert execution.run_claim_next(beside=begun, in_turn=True) is None
+    assert picking.run_claim_next(beside=begun, in_turn=True) is None
     with tenant_scope(acme.tenant.id):
         services.training_run_cancel(run=fresh(first))
-    claimed = execution.run_claim_next(beside=begun, in_turn=True)
+    claimed = picking.run_claim_next(beside=begun, in_turn=True)
     assert claimed == second and claimed.status == "running"
 
 
@@ -221,7 +221,7 @@ def test_a_killed_child_costs_no_run_more_than_its_last_checkpoint(
     shutil.rmtree(Path(django_settings.WORK_DIR) / "runs" / str(runs[0].pk))
 
     first_seen: dict[str, int] = {}
-    monkeypatch.setattr(batch_child._Told, "note", note_first(first_seen))
+    monkeypatch.setattr(trainer.Told, "note", note_first(first_seen))
     thread = night()
     wait_for(lambda: len(first_seen) == 2)
     assert all(step > 10 for step in first_seen.values())
@@ -249,7 +249,7 @@ def checkpoints_of(run: TrainingRun) -> str:
 
 def note_first(first_seen: dict[str, int]) -> Any:
     """Keep the first step that each run's second child tells."""
-    note = batch_child._Told.note
+    note = trainer.Told.note
 
     def noting(self: Any, event: dict[str, Any]) -> None:
         if event["event"] == "progress":
@@ -259,16 +259,13 @@ def note_first(first_seen: dict[str, int]) -> Any:
     return noting
 
 
-def test_what_the_batch_does_not_do_is_trained_alone_and_the_run_says_so(
-    acme: Party, globex: Party
-) -> None:
+def test_a_run_that_cannot_be_trained_fails_alone_and_says_why(acme: Party, globex: Party) -> None:
     runs = [make_run(acme, target_modules=["c_attn"]), make_run(globex)]
-    batch.training_next()
+    execution.training_next()
     assert fresh(runs[0]).status == "failed"
     assert "'c_attn' is not one of down_proj" in runs[0].error
     told = runs[0].error_code, runs[0].error_param
     assert told == ("invalid_job", "hyperparameters.target_modules")
-    assert runs[0].progress["alone"] == "target_modules: the batch adapts no c_attn"
     assert fresh(runs[1]).status == "succeeded"
 
 
@@ -276,7 +273,7 @@ def test_a_run_that_lost_its_trainer_twice_is_by_itself(acme: Party, globex: Par
     lost, other = make_run(acme), make_run(globex)
     with all_tenants(reason="test"):
         TrainingRun.objects.filter(pk=lost.pk).update(num_lost=2)
-    batch.training_next()
+    execution.training_next()
     assert (fresh(lost).status, fresh(other).status) == ("succeeded", "queued")
     assert lost.attempts == 1
 

@@ -19,6 +19,7 @@ from controlplane.training import (
     execution,
     picking,
     row_check,
+    running,
     schedules,
     sending,
     services,
@@ -50,7 +51,7 @@ def parties(acme: Party, globex: Party, tiny_base: BaseModel) -> tuple[Party, Pa
 
 def begin(run: TrainingRun) -> bool:
     with tenant_scope(run.tenant_id):
-        return execution._claim(run.pk) is not None
+        return picking.run_claim(run.pk) is not None
 
 
 def end(run: TrainingRun) -> None:
@@ -159,7 +160,7 @@ class TestAdmission:
     ) -> None:
         run = queue_run(parties[0], max_steps=50)
         settings.TENANT_QUOTAS = settings.TENANT_QUOTAS | {"training_steps": 49}
-        execution.training_run_next()
+        execution.training_next()
         with tenant_scope(run.tenant_id):
             run.refresh_from_db()
         assert (run.status, "50 steps" in run.error) == ("failed", True)
@@ -246,12 +247,12 @@ class TestTurns:
         sent: list[TrainingRun] = []
         monkeypatch.setattr(sending, "run_send", sent.append)
 
-        def fail(run: TrainingRun, *_: Any) -> None:
-            execution.training_run_next()  # the message for the second
+        def fail(self: Any) -> None:
+            execution.training_next()  # the message for the second
             raise InvalidRequest("enough")
 
-        monkeypatch.setattr(execution, "_train", fail)
-        execution.training_run_next()
+        monkeypatch.setattr(running.RunningRun, "_train", fail)
+        execution.training_next()
         with tenant_scope(first.tenant_id):
             statuses = dict(TrainingRun.objects.values_list("pk", "status"))
         assert statuses == {first.pk: "failed", second.pk: "queued"}

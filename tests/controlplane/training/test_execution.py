@@ -30,7 +30,17 @@ from controlplane.adapters.promotion import promotion_policy_set
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import endings, execution, lease, lost_runs, picking, services, tasks
+from controlplane.training import (
+    endings,
+    execution,
+    lease,
+    lost_runs,
+    picking,
+    publishing,
+    running,
+    services,
+    tasks,
+)
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, use_quick_trainer
@@ -106,7 +116,7 @@ def test_outside_the_window_a_run_waits_and_it_begins_when_the_window_opens(
     settings.TRAINING_WINDOW = DailyWindow.parse(f"{begin:%H:%M}-{end:%H:%M}")
     run = make_run()
     assert execution.training_run_execute(run.pk) is False
-    execution.training_run_next()
+    execution.training_next()
     with redis.Redis.from_url(settings.CELERY_BROKER_URL) as broker:
         broker.delete("train")  # what was sent for it is lost
         lost_runs.training_runs_reconcile()
@@ -182,7 +192,7 @@ def trainers() -> list[psutil.Process]:
 
 @pytest.fixture
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
+    monkeypatch.setattr(running, "TICK_S", 0.05)
 
 
 @pytest.fixture
@@ -431,7 +441,7 @@ def test_commits_whose_answers_are_lost_cost_no_training(
     calls: Counter[str] = Counter()
 
     def lose_the_first_answer(step: str) -> None:
-        real = getattr(execution, step)
+        real = getattr(publishing, step)
 
         def lost_once(*args: Any) -> Any:
             calls[step] += 1
@@ -440,14 +450,14 @@ def test_commits_whose_answers_are_lost_cost_no_training(
                 raise OperationalError("the connection was lost")
             return answer
 
-        monkeypatch.setattr(execution, step, lost_once)
+        monkeypatch.setattr(publishing, step, lost_once)
 
-    lose_the_first_answer("_version_of")
+    lose_the_first_answer("version_of")
     lose_the_first_answer("run_conclude")
     run = execute(make_run())
     assert (run.status, run.attempts) == ("succeeded", 1)
     assert AdapterVersion.objects.get().status == "ready"
-    assert calls.keys() == {"_version_of", "run_conclude"}
+    assert calls.keys() == {"version_of", "run_conclude"}
 
 
 @pytest.mark.long

@@ -36,6 +36,7 @@ from controlplane.training import (
     execution,
     lost_runs,
     pausing,
+    running,
     services,
 )
 from controlplane.training.models import DatasetContent, TrainingEvent, TrainingRun, dataset_key
@@ -120,7 +121,7 @@ def has_stepped(run: TrainingRun) -> bool:
 
 @pytest.fixture
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(execution, "TICK_S", 0.1)
+    monkeypatch.setattr(running, "TICK_S", 0.1)
     yield
 
 
@@ -192,7 +193,7 @@ def test_paused_while_it_trains_a_job_waits_and_begins_again(
     paid = TrainingUsage.objects.get()
     assert paid.trained_tokens > 0  # what was trained until then is billed
     lost_runs.training_runs_reconcile()
-    execution.training_run_next()
+    execution.training_next()
     run.refresh_from_db()
     assert (run.status, run.attempts) == ("paused", 1)
     assert DatasetContent.objects.filter(sha256=file.sha256).exists()
@@ -313,7 +314,7 @@ def test_a_job_is_validated_with_its_file_and_keeps_the_best_state(
     hyperparameters = QUICK | {"eval_steps": 2}
     fields = {"suffix": "greeter", "hyperparameters": hyperparameters}
     run = make_job(in_acme, file, validation_file=others.public_id, **fields)
-    assert execution._salt(run) == file.pk.hex
+    assert running._salt(run) == file.pk.hex
     run = execute(run)
     job = shown(run)
     assert (job["status"], job["validation_file"]) == ("succeeded", others.public_id)

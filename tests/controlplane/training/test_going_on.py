@@ -25,15 +25,16 @@ from controlplane.errors import Unavailable
 from controlplane.infra import storage
 from controlplane.limits import quotas
 from controlplane.training import (
+    batch_child,
     endings,
     events,
     execution,
     lost_runs,
     pausing,
     picking,
+    running,
     services,
     tasks,
-    trainer,
 )
 from controlplane.training.attempt import Attempt
 from controlplane.training.models import Dataset, TrainingRun
@@ -50,15 +51,15 @@ from tests.controlplane.training.test_execution import (
 )
 
 pytestmark = pytest.mark.django_db(transaction=True)
-TICK_S = execution.TICK_S
+TICK_S = running.TICK_S
 
 
 @pytest.fixture
 def endless(
     adapter: Adapter, dataset: Dataset, any_trainer: None, monkeypatch: pytest.MonkeyPatch
 ) -> TrainingRun:
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
-    monkeypatch.setattr(execution, "CHECKPOINT_S", 0.1)
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    monkeypatch.setattr(batch_child, "CHECKPOINT_S", 0.1)
     return make_run(max_steps=20_000)
 
 
@@ -187,7 +188,7 @@ def test_cancelled_a_run_ends_within_5_s(
     endless: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As often as the platform looks; also when its trainer is deaf, as in a long step."""
-    monkeypatch.setattr(execution, "TICK_S", TICK_S)
+    monkeypatch.setattr(running, "TICK_S", TICK_S)
     for is_deaf in (False, True):
         run = endless if not is_deaf else make_run(max_steps=20_000)
         thread = background(run, lambda run=run: execution.training_run_execute(run.pk))
@@ -238,7 +239,7 @@ def test_a_full_disk_queues_the_run_again_and_its_error_says_so(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(execution, "_fetch", full)
+    monkeypatch.setattr(running.RunningRun, "_fetch", full)
     run = make_run()
     for status in ("queued", "queued", "failed"):
         assert execute(run).status == status
@@ -258,13 +259,14 @@ def test_a_run_that_was_trained_is_published_without_training_it_again(
         raise SystemError
 
     with monkeypatch.context() as patch:
-        patch.setattr(execution.adapter_services, "adapter_version_upload_files", die)
+        patch.setattr(running.adapter_services, "adapter_version_upload_files", die)
         execute(run)
     lost_runs.training_runs_reconcile()
     run.refresh_from_db()
     assert run.status == "queued"
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "sys", SimpleNamespace(executable="/nowhere"))  # none would start
+        # No trainer would start.
+        patch.setattr(batch_child, "sys", SimpleNamespace(executable="/nowhere"))
         execute(run)
     assert (run.status, run.attempts, run.progress["step"]) == ("succeeded", 2, 2)
     assert AdapterVersion.objects.filter(status="ready").count() == 1
@@ -310,8 +312,8 @@ def test_a_saved_state_counts_in_the_storage_until_the_run_has_ended(
 def test_a_state_without_room_stays_on_the_disk_and_the_run_goes_on(
     adapter: Adapter, dataset: Dataset, any_trainer: None, settings: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
-    monkeypatch.setattr(execution, "CHECKPOINT_S", 0.1)
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    monkeypatch.setattr(batch_child, "CHECKPOINT_S", 0.1)
     run = make_run(max_steps=20_000)
     usual = settings.TENANT_QUOTAS
     settings.TENANT_QUOTAS = usual | {"storage_bytes": quotas.used("storage_bytes")}
@@ -342,7 +344,7 @@ def test_folders_of_runs_that_ended_elsewhere_go_when_any_run_begins(
     left = Path(django_settings.WORK_DIR) / "runs" / f"{uuid.uuid4()}.3"
     left.mkdir(parents=True)
     (left.parent / "lost+found").mkdir(exist_ok=True)  # not ours
-    execution.training_run_next()
+    execution.training_next()
     run.refresh_from_db()
     assert run.status == "succeeded"
     assert [path.name for path in left.parent.glob("*")] == ["lost+found"]

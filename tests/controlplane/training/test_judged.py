@@ -13,7 +13,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations import batch_scores, gate, suites
 from controlplane.evaluations.models import BatchScores, Evaluation, Suite
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch, batch_child, execution, judging, trainer
+from controlplane.training import batch_child, execution, judging, running
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
@@ -32,8 +32,8 @@ CASES.append({"messages": CASES[0]["messages"], "checks": [{"type": "contains", 
 @pytest.fixture(autouse=True)
 def together(settings: Any, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.TRAIN_BATCH = 4
-    monkeypatch.setattr(execution, "TICK_S", 0.05)
-    monkeypatch.setattr(batch, "JOIN_S", 0.5)
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    monkeypatch.setattr(execution, "JOIN_S", 0.5)
 
 
 def gate_it(party: Party) -> Adapter:
@@ -54,7 +54,7 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
     acme: Party, globex: Party, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(acme)
-    batch.training_next()
+    execution.training_next()
     adapter = gate_it(acme)
     seen: dict[str, bool] = {}
     hand_out = batch_child.BatchChild._hand_out
@@ -70,13 +70,21 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
     monkeypatch.setattr(batch_child.BatchChild, "_hand_out", look)
     # Once it is trained, its scores do not cost it its time.
     allowed: list[float] = []
-    monkeypatch.setattr(trainer.Ticks, "allow_more", lambda self, more: allowed.append(more))
+    note = running.RunningRun.note
+
+    def noting(self: Any, event: Any) -> None:
+        before = self._deadline
+        note(self, event)
+        if self._deadline != before:
+            allowed.append(self._deadline - before)
+
+    monkeypatch.setattr(running.RunningRun, "note", noting)
     run, other = make_run(acme, seed=5), make_run(globex, ROWS.replace(b"world", b"moon"))
-    batch.training_next()
+    execution.training_next()
     with tenant_scope(globex.tenant.id):
         other.refresh_from_db()
         assert (other.status, BatchScores.objects.count()) == ("succeeded", 0)
-    assert allowed == [MOST_S + MOST_WAIT_S + 60.0]
+    assert allowed == [pytest.approx(MOST_S + MOST_WAIT_S + 60.0)]
     assert (seen[str(run.pk)], seen[str(other.pk)]) == (True, False)
     with tenant_scope(acme.tenant.id):
         run.refresh_from_db()
@@ -106,13 +114,13 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
     # What the child writes is not believed.
     follow = batch_child.BatchChild._follow
 
-    def spoil(self: Any, events: Any, ticks: Any, reader: Any, folder: Path) -> None:
-        follow(self, events, ticks, reader, folder)
-        (folder / "adapter" / SCORES_FILE).write_text('{"candidate": "all good"}')
+    def spoil(self: Any, events: Any, run: Any) -> None:
+        follow(self, events, run)
+        (run.folder / "adapter" / SCORES_FILE).write_text('{"candidate": "all good"}')
 
     monkeypatch.setattr(batch_child.BatchChild, "_follow", spoil)
     spoilt = make_run(acme, seed=6)
-    batch.training_next()
+    execution.training_next()
     with tenant_scope(acme.tenant.id):
         spoilt.refresh_from_db()
         assert (spoilt.status, spoilt.error) == ("succeeded", "")
@@ -121,7 +129,9 @@ def test_a_batch_scores_a_gated_retrain_and_nothing_of_others(
         assert BatchScores.objects.get() == found
 
 
-def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) -> None:
+def test_a_run_says_why_its_batch_scores_nothing(
+    acme: Party, tmp_path: Path, settings: Any
+) -> None:
     run = make_run(acme)
     with tenant_scope(acme.tenant.id):
         assert judging.judge_folder(run, tmp_path) is None  # no version is live
@@ -135,10 +145,12 @@ def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) ->
         )
         Adapter.objects.update(live_version=version)
     gate_it(acme)
+    settings.TRAINING_SOCKET = "/a/worker.sock"
     with tenant_scope(acme.tenant.id):
         judging.scores_keep(run, version, tmp_path / "adapter")
         assert messages(run) == []
-        assert judging.judge_folder(run, tmp_path, "a serving worker trains the batch") is None
+        assert judging.judge_folder(run, tmp_path) is None
+        settings.TRAINING_SOCKET = ""
         assert judging.judge_folder(run, tmp_path) is None  # nothing is in the store
         (tmp_path / "judge").mkdir()
         judging.scores_keep(run, version, tmp_path / "adapter")
@@ -147,6 +159,6 @@ def test_a_run_says_why_its_batch_scores_nothing(acme: Party, tmp_path: Path) ->
         assert [told.removeprefix(NOT_SCORED) for told in messages(run)] == [
             "a serving worker trains the batch",
             "the files of the live version were deleted",
-            "the run was trained alone",
+            "the trainer wrote none",
             "the gate's suite does not exist",
         ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from controlplane.training.batch_child import parse_event
 from controlplane.training.loss_curve import MAX_POINTS, LossCurve
-from controlplane.training.trainer import parse_event
 
 
 def test_long_training_keeps_its_ends_and_few_points() -> None:

@@ -58,7 +58,7 @@ def deliver(broker: Any) -> bool:
     """What a trainer does with a message, but for the training."""
     if broker.lpop(sending.QUEUE) is None:
         return False
-    run = execution.run_claim_next()
+    run = picking.run_claim_next()
     if run is not None:
         with tenant_scope(run.tenant_id):
             TrainingRun.objects.filter(pk=run.pk).update(status="succeeded")
@@ -101,7 +101,7 @@ def test_a_night_of_5000_runs_sends_one_message_for_each(
 def test_dispatch_asks_as_little_of_5000_runs_as_of_50(tiny_base: BaseModel, broker: Any) -> None:
     def queries() -> list[int]:
         counts = []
-        for do in (lost_runs.training_runs_reconcile, execution.run_claim_next):
+        for do in (lost_runs.training_runs_reconcile, picking.run_claim_next):
             with CaptureQueriesContext(connection) as captured:
                 do()
             counts.append(len(captured))
@@ -133,7 +133,7 @@ def test_a_thousand_runs_of_one_tenant_delay_anothers_by_one(
         if number % 2 == 1:  # it comes while one of the thousand is trained
             with tenant_scope(globex.tenant.id):
                 queue_runs(adapters["globex"], 1)
-        run = execution.run_claim_next()
+        run = picking.run_claim_next()
         assert run is not None
         began.append(run.tenant_id)
         with tenant_scope(run.tenant_id):
@@ -171,7 +171,7 @@ class TestDeviceSeconds:
         assert picking.next_run() == run
         self.use(run, 40, hours=1)
         assert picking.next_run() is None
-        assert not execution.training_run_next()
+        assert not execution.training_next()
         for _ in range(3):
             lost_runs.training_runs_reconcile()
         with tenant_scope(run.tenant_id):

@@ -11,13 +11,13 @@ from controlplane.celery import app
 
 def main() -> None:
     app.loader.import_default_modules()
-    from controlplane.training import execution, lease
+    from controlplane.training import batch_child, lease, picking, publishing, running
 
-    execution.TICK_S = 0.2
-    execution.CHECKPOINT_S = 0.5
+    running.TICK_S = 0.2
+    batch_child.CHECKPOINT_S = 0.5
     lease.RETRY_S = 0.2
     short = dt.timedelta(seconds=5)
-    execution.RUNNING_LEASE = execution.PUBLISHING_LEASE = short
+    picking.RUNNING_LEASE = publishing.PUBLISHING_LEASE = short
     lease._DURATIONS.update(dict.fromkeys(lease._DURATIONS, short))
     app.worker_main(["worker", "-Q", "train", "-P", "solo", "-n", sys.argv[1], "-l", "INFO"])
 

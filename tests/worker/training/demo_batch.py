@@ -49,7 +49,7 @@ def train(
             )
         )
     log = folder / "training.log"
-    command = ["worker.train_many", str(folder / "checkpoints"), *map(str, jobs.values())]
+    command = ["worker.train", f"--checkpoints={folder / 'checkpoints'}", *map(str, jobs.values())]
     with log.open("ab") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],

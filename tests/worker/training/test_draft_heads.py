@@ -15,19 +15,22 @@ from transformers import AutoModelForCausalLM
 
 from contract.base_shape import BaseShape
 from contract.draft_heads import head_names, is_head_tensor
-from contract.training import Hyperparameters, TrainJob
+from contract.training import Hyperparameters
 from contract.upload_check import check_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from tests.worker.training.test_checkpoints import Log
-from tests.worker.training.test_train import write_job, write_rows
-from worker.batch_training.jobs import NamedJob, prepare
-from worker.train import Stopped, StopSignals, train
-from worker.train_many import _not_in_the_batch
+from tests.worker.training.job_runs import (
+    Heard,
+    make_training,
+    request_of,
+    token_rows,
+    write_job,
+    write_rows,
+)
+from worker.child import Stopped
 from worker.training.chat_data import load_examples
-from worker.training.draft_heads import Heads, targets_of
-from worker.training.example_store import IGNORED
+from worker.training.draft_heads import IGNORED, Heads, targets_of
 
 NUM_HEADS = 3
 ANSWER = "how are you? {json: 12} hello world, how are you? {json: 21} world world"
@@ -47,22 +50,19 @@ def chat(number: int) -> dict[str, Any]:
 def job_in(folder: Path, base: Path, **hyper: Any) -> Path:
     folder.mkdir()
     rows = write_rows(folder / "data.jsonl", [chat(number) for number in range(12)])
-    path = write_job(folder, base, rows, **{"max_steps": 40, "draft_heads": NUM_HEADS} | hyper)
-    more = {"checkpoint": str(folder / "state.safetensors")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    return path
+    return write_job(folder, base, rows, **{"max_steps": 40, "draft_heads": NUM_HEADS} | hyper)
 
 
-def run(path: Path, log: Log, signals: StopSignals | None = None) -> Log:
-    train(TrainJob.read(path), log, signals)
+def run(path: Path, log: Heard) -> Heard:
+    assert make_training([path], log, path.parent / "state", checkpoint_s=0.0).run() == 0
     return log
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> tuple[Path, Log]:
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> tuple[Path, Heard]:
     """A job with heads that has run, and its events."""
     path = job_in(tmp_path_factory.mktemp("trained") / "one", tiny_base)
-    return path, run(path, Log())
+    return path, run(path, Heard())
 
 
 def adapter_of(path: Path) -> Path:
@@ -74,7 +74,7 @@ def heads_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if is_head_tensor(name)}
 
 
-def test_trained_heads_guess_better_than_untrained_ones(trained: tuple[Path, Log]) -> None:
+def test_trained_heads_guess_better_than_untrained_ones(trained: tuple[Path, Heard]) -> None:
     told = trained[1].of("draft_heads")
     last, before = told[-1], told[-1]["draft_head_accuracy_untrained"]
     after = last["draft_head_accuracy"]
@@ -88,7 +88,7 @@ def test_trained_heads_guess_better_than_untrained_ones(trained: tuple[Path, Log
 
 
 def test_the_file_has_what_was_counted_and_peft_loads_it(
-    trained: tuple[Path, Log], tiny_base: Path
+    trained: tuple[Path, Heard], tiny_base: Path
 ) -> None:
     """The accuracy again, place by place, from the files alone."""
     path, log = trained
@@ -97,13 +97,11 @@ def test_the_file_has_what_was_counted_and_peft_loads_it(
     inner = PeftModel.from_pretrained(base, adapter_of(path)).get_base_model()
     lm_head = inner.get_output_embeddings()
     right, count = [0] * NUM_HEADS, [0] * NUM_HEADS
-    for example in load_examples(
-        TextCodec(tiny_base), path.parent / "data.jsonl", Hyperparameters()
-    ).examples:
+    data = load_examples(TextCodec(tiny_base), path.parent / "data.jsonl", Hyperparameters())
+    for tokens, learned in token_rows(data.examples.rows()):
         with torch.no_grad():
-            ids = torch.tensor([example.input_ids])
+            ids = torch.tensor([tokens])
             states = inner.get_decoder()(input_ids=ids).last_hidden_state[0]  # [T, E]
-        learned = [label != IGNORED for label in example.labels]
         for place in range(len(learned)):
             for head in range(NUM_HEADS):
                 target = place + head + 2
@@ -112,14 +110,14 @@ def test_the_file_has_what_was_counted_and_peft_loads_it(
                 down, up = (heads[name] for name in head_names(head))
                 x = states[place]
                 guess = lm_head(x + torch.nn.functional.silu(up @ (down @ x))).argmax()
-                right[head] += int(guess) == example.input_ids[target]
+                right[head] += int(guess) == tokens[target]
                 count[head] += 1
     shares = [share / number for share, number in zip(right, count, strict=True)]
     # The trainer computes in bfloat16 where the processor does, which may tip a guess.
     assert shares == pytest.approx(log.of("draft_heads")[-1]["draft_head_accuracy"], abs=0.02)
 
 
-def test_the_upload_check_takes_them(trained: tuple[Path, Log], tiny_base: Path) -> None:
+def test_the_upload_check_takes_them(trained: tuple[Path, Heard], tiny_base: Path) -> None:
     folder = adapter_of(trained[0])
     content = (folder / FILE).read_bytes()
     checked = check_adapter(
@@ -133,7 +131,7 @@ def test_the_upload_check_takes_them(trained: tuple[Path, Log], tiny_base: Path)
 
 
 def test_drafts_of_trained_heads_change_no_token(
-    trained: tuple[Path, Log], tiny_base: Path
+    trained: tuple[Path, Heard], tiny_base: Path
 ) -> None:
     codec, answers = TextCodec(tiny_base), []
     asked = "<|im_start|>user\nhello {}<|im_end|>\n<|im_start|>assistant\n"
@@ -165,24 +163,26 @@ def test_drafts_of_trained_heads_change_no_token(
 
 
 def test_the_same_seed_gives_the_same_bytes_also_when_stopped_among_the_heads(
-    trained: tuple[Path, Log], tiny_base: Path, tmp_path: Path
+    trained: tuple[Path, Heard], tiny_base: Path, tmp_path: Path
 ) -> None:
     whole, log = trained
     part = job_in(tmp_path / "part", tiny_base)
-    signals = StopSignals()
+    heard = Heard()
+    work = make_training([part], heard, tmp_path / "state", checkpoint_s=0.0)
 
-    class Stopping(Log):
-        def emit(self, event: str, **fields: Any) -> None:
-            super().emit(event, **fields)
-            if event == "draft_heads" and fields.get("draft_head_step") == 20:
-                signals(signal.SIGTERM, None)
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "draft_heads" and event.get("draft_head_step") == 20:
+            work.stop(signal.SIGTERM, None)
 
+    heard.react = stop
     with pytest.raises(Stopped):
-        run(part, stopped := Stopping(), signals)
-    assert stopped.of("saved")[-1]["step"] == 40 and not adapter_of(part).exists()
-    assert stopped.of("draft_heads")[-1]["draft_head_step"] == 20
-    again = run(part, Log())
-    assert again.of("started")[0]["resumed_step"] == 40 and not again.of("progress")
+        work.run()
+    assert not adapter_of(part).exists()
+    assert heard.of("draft_heads")[-1]["draft_head_step"] == 20
+    saved = heard.of("saved")[-1]["step"]
+    again = Heard()
+    assert make_training([part], again, tmp_path / "state").run() == 0
+    assert again.of("started")[0]["resumed_step"] == saved > 30
     names = ("step", "loss", "draft_head_loss", "draft_head_accuracy")
     ours, theirs = again.of("draft_heads")[-1], log.of("draft_heads")[-1]
     assert [ours[name] for name in names] == [theirs[name] for name in names]
@@ -193,27 +193,30 @@ def test_the_same_seed_gives_the_same_bytes_also_when_stopped_among_the_heads(
 
 
 def test_a_run_begins_from_an_adapter_with_heads_and_trains_its_own(
-    trained: tuple[Path, Log], tiny_base: Path, tmp_path: Path
+    trained: tuple[Path, Heard], tiny_base: Path, tmp_path: Path
 ) -> None:
-    """Alone and, without heads of its own, in a batch."""
+    """Or, without heads of its own, from the LoRA alone."""
     path = job_in(tmp_path / "next", tiny_base, max_steps=2, draft_heads=1, validation_share=0.3)
     start = {"warm_start": str(adapter_of(trained[0]) / FILE), "salt": "x"}
     path.write_text(json.dumps(json.loads(path.read_text()) | start))
-    log = run(path, Log())
+    log = run(path, Heard())
     assert log.of("progress")[0]["loss"] < 0.5
     assert heads_of(path).keys() == set(head_names(0))
     assert log.of("draft_heads")[-1]["draft_head_accuracy_on"] == "validation"
     other = job_in(tmp_path / "batch", tiny_base, max_steps=2, draft_heads=0)
     other.write_text(json.dumps(json.loads(other.read_text()) | start))
-    job = TrainJob.read(other)
-    assert _not_in_the_batch(job) is None
-    adapter = prepare(NamedJob("one", job), TextCodec(tiny_base)).request.adapter
+    adapter = request_of(other, tiny_base).adapter
     assert adapter is not None and not any(map(is_head_tensor, adapter))
 
 
-def test_a_job_with_heads_is_trained_alone(tiny_base: Path, tmp_path: Path) -> None:
-    job = TrainJob.read(job_in(tmp_path / "one", tiny_base, draft_heads=1))
-    assert (_not_in_the_batch(job) or "").startswith("draft_heads: ")
+def test_no_serving_worker_is_asked_for_heads(tiny_base: Path, tmp_path: Path) -> None:
+    path = job_in(tmp_path / "one", tiny_base, draft_heads=1, max_steps=2)
+    log = Heard()
+    nowhere = tmp_path / "worker.sock"
+    assert make_training([path], log, tmp_path / "state", worker=nowhere).run() == 0
+    assert log.events[0]["event"] == "later"
+    assert log.events[0]["reason"] == "draft_heads: a serving worker trains none"
+    assert heads_of(path).keys() == set(head_names(0))
 
 
 def test_only_tokens_of_one_answer_are_guessed() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from contract.training import Hyperparameters, JobError, TrainJob
+from contract.training import Hyperparameters
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from tests.trainers import Trainer, start_trainer
-from worker.train import EventLog, train
-from worker.training.batches import collate
+from tests.worker.training.job_runs import run, run_here, start, token_rows, write_job, write_rows
 from worker.training.chat_data import DatasetError, load_examples, read_rows
-from worker.training.example_store import IGNORED
 
-ROOT = Path(__file__).parents[3]
 CHAT = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "hello"},
@@ -54,43 +48,6 @@ def dataset(tmp_path: Path) -> Path:
             for i in range(12)
         ],
     )
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_job(folder: Path, base: Path, dataset: Path, **hyperparameters: Any) -> Path:
-    defaults = {"rank": 4, "alpha": 8, "batch_size": 4, "learning_rate": 0.03, "warmup_steps": 0}
-    job = {
-        "base_model_dir": str(base),
-        "dataset": str(dataset),
-        "output_dir": str(folder / "adapter"),
-        "hyperparameters": defaults | hyperparameters,
-        "num_threads": 1,
-    }
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    return path
-
-
-def start(job: Path, *, is_real: bool = False) -> Trainer | subprocess.Popen[str]:
-    return start_trainer("worker.train", str(job), is_real=is_real)
-
-
-def run(job: Path, *, is_real: bool = False) -> tuple[int | None, list[dict[str, Any]], str]:
-    """Exit code, events, standard error. Every line of standard output must be an event."""
-    with start(job, is_real=is_real) as process:
-        stdout, stderr = process.communicate(timeout=120)
-    return process.returncode, [json.loads(line) for line in stdout.splitlines()], stderr
-
-
-def run_here(job: Path) -> list[dict[str, Any]]:
-    """Run a job in this process, which has imported all that trainers do; its events."""
-    said = io.StringIO()
-    train(TrainJob.read(job), EventLog(said))
-    return [json.loads(line) for line in said.getvalue().splitlines()]
 
 
 def test_trains_reports_and_writes_an_adapter_that_peft_loads(
@@ -129,15 +86,16 @@ def test_trains_reports_and_writes_an_adapter_that_peft_loads(
 
 def hf_losses(base: Path, adapter: Path, dataset: Path) -> tuple[float, float]:
     """The mean loss over a dataset's answers, as HF computes it, with the adapter and without."""
-    examples = load_examples(TextCodec(base), dataset, Hyperparameters()).examples
+    rows = load_examples(TextCodec(base), dataset, Hyperparameters()).examples.rows()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
 
     def mean_loss() -> float:
         losses = [
             model(
-                input_ids=torch.tensor([example.input_ids]), labels=torch.tensor([example.labels])
+                input_ids=torch.tensor([tokens]),
+                labels=torch.tensor([tokens]).where(torch.tensor([learned]), -100),
             ).loss.item()
-            for example in examples
+            for tokens, learned in token_rows(rows)
         ]
         return sum(losses) / len(losses)
 
@@ -170,19 +128,17 @@ def test_only_the_assistants_tokens_carry_a_loss(
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": CHAT}])
     hyper = Hyperparameters(max_length=max_length, truncate=True)
     data = load_examples(codec, path, hyper)
-    (example,) = data.examples
-    assert len(example.input_ids) == len(example.labels) <= max_length
+    ((tokens, learned),) = token_rows(data.examples.rows())
+    assert len(tokens) <= max_length
     assert (data.num_rows, data.num_cut, data.num_dropped) == (1, int(max_length == 32), 0)
-    for token, label in zip(example.input_ids, example.labels, strict=True):
-        assert label in (token, IGNORED)
-    labelled = codec.decode_whole([label for label in example.labels if label != IGNORED])
-    assert "world <|im_end|>fine\n<|im_end|>".startswith(labelled)
-    assert labelled.endswith("<|im_end|>") or data.num_cut
-    # Where the labels begin is where generation begins.
+    marked = [token for token, is_learned in zip(tokens, learned, strict=True) if is_learned]
+    answers = codec.decode_whole(marked)
+    assert "world <|im_end|>fine\n<|im_end|>".startswith(answers)
+    assert answers.endswith("<|im_end|>") or data.num_cut
+    # Where the marks begin is where generation begins.
     prompt = codec.encode_chat(codec.render(CHAT[:2]))
-    assert example.input_ids[: len(prompt)] == prompt
-    assert set(example.labels[: len(prompt)]) == {IGNORED}
-    assert example.labels[len(prompt)] == example.input_ids[len(prompt)]
+    assert tokens[: len(prompt)] == prompt
+    assert not any(learned[: len(prompt)]) and learned[len(prompt)]
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tiny_base: Path) -> None:
@@ -200,20 +156,6 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tiny_base: Pat
         (tmp_path / "chat_template.jinja").write_text(changed)
         with pytest.raises(DatasetError, match=message):
             load_examples(TextCodec(tmp_path), dataset, Hyperparameters())
-
-
-def test_a_batch_is_padded_to_its_own_longest_row() -> None:
-    batch = collate(
-        [
-            {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "attention_mask": [1, 1, 1]},
-            {"input_ids": [8], "labels": [8], "attention_mask": [1]},
-        ],
-        pad_id=2,
-    )
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 2, 2]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["input_ids"].dtype == torch.int64
 
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -271,8 +213,9 @@ def test_a_module_that_the_model_has_not_is_named(
     tmp_path: Path, tiny_base: Path, dataset: Path
 ) -> None:
     job = write_job(tmp_path, tiny_base, dataset, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(JobError, match="'lm_head' is not one of"):
-        run_here(job)
+    [error] = run_here(job)
+    assert "'lm_head' is not one of down_proj" in error["message"]
+    assert error["field"] == "hyperparameters.target_modules"
     assert not (tmp_path / "adapter").exists()
 
 
@@ -289,7 +232,7 @@ def test_a_row_too_long_is_an_error_with_its_line_and_tokens(
     (event,) = events
     codec = TextCodec(tiny_base)
     longest = [
-        max(len(e.input_ids) for e in load_examples(codec, each, Hyperparameters()).examples)
+        max(load_examples(codec, each, Hyperparameters()).examples.rows().lengths)
         for each in (
             write_rows(tmp_path / "a", [LONG_ANSWER]),
             write_rows(tmp_path / "b", [LONG_PROMPT]),
@@ -334,26 +277,6 @@ def test_a_training_longer_than_it_may_be_is_refused(
         assert f"{most} is the limit" in events[-1]["message"]
 
 
-def test_a_loss_that_is_no_number_writes_nothing(
-    tmp_path: Path, tiny_base: Path, dataset: Path
-) -> None:
-    weights = tiny_base / "model.safetensors"
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in tiny_base.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
-    from safetensors.torch import save_file
-
-    tensors = load_file(weights)
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, broken / weights.name, metadata={"format": "pt"})
-    said = io.StringIO()
-    with pytest.raises(JobError, match="infinite or NaN at step 1"):
-        train(TrainJob.read(write_job(tmp_path, broken, dataset, max_steps=2)), EventLog(said))
-    assert [json.loads(line)["event"] for line in said.getvalue().splitlines()] == ["started"]
-    assert not (tmp_path / "adapter").exists()
-
-
 def test_sigterm_stops_it_and_leaves_nothing(
     tmp_path: Path, tiny_base: Path, dataset: Path
 ) -> None:
@@ -366,8 +289,7 @@ def test_sigterm_stops_it_and_leaves_nothing(
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert time.monotonic() - began < 30
-    last = json.loads(rest.splitlines()[-1])
-    assert last == {"event": "error", "message": "stopped before the end"}
+    assert all(json.loads(line)["event"] == "progress" for line in rest.splitlines())
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl", "job.json"}
 
 

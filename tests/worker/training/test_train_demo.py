@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +26,20 @@ def smollm2() -> Path:
     return packaged_model(ROOT / ".cache" / "base")
 
 
-def train(tenant: str, base: Path, folder: Path) -> Path:
-    job = {
-        "base_model_dir": str(base),
-        "dataset": str(ROOT / "demo" / "data" / f"{tenant}.jsonl"),
-        "output_dir": str(folder / tenant),
-        "hyperparameters": HYPERPARAMETERS[tenant],
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "worker.train", str(folder / "job.json")]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return folder / tenant
-
-
-def train_together(base: Path, folder: Path) -> dict[str, Path]:
-    """As the demo does it."""
+@pytest.fixture(scope="session")
+def trained(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both tenants' adapters, trained as the demo does it."""
+    folder = tmp_path_factory.mktemp("trained")
     outputs = {tenant: folder / tenant for tenant in HYPERPARAMETERS}
     shares: list[float] = []
     last = demo_train(
         outputs,
-        base_model_dir=base,
+        base_model_dir=smollm2,
         env=os.environ,
         report=lambda share, note: shares.append(share),
     )
     assert {event["event"] for event in last.values()} == {"done"} and shares[-1] == 1
     return outputs
-
-
-@pytest.fixture(scope="session", params=["alone", "together"])
-def trained(
-    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """Both tenants' adapters, by the present trainer and by the batch."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "together":
-        return train_together(smollm2, folder)
-    return {tenant: train(tenant, smollm2, folder) for tenant in HYPERPARAMETERS}
 
 
 def answers(base: Path, adapter: Path | None, rows: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.text.codec import TextCodec
 from tests.tiny_base import write_tiny_base
-from tests.worker.training.test_train import run_here, write_job, write_rows
+from tests.worker.training.job_runs import run_here, write_job, write_rows
 
 FAMILIES = {
     "mistral": {"sliding_window": 6},

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from contract.chat_rows import numbered_rows
 from contract.data_split import is_validation
@@ -16,9 +14,9 @@ from contract.row_messages import Row
 from contract.training import Hyperparameters, JobError, TrainJob
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
-from tests.worker.training.test_train import hf_losses, run, write_job, write_rows
+from tests.worker.training.job_runs import run, write_job, write_rows
+from tests.worker.training.test_train import hf_losses
 from worker.training.chat_data import DatasetError, load_data
-from worker.training.loop import AnswerTrainer, load_base, run_trainer
 
 
 @pytest.fixture(scope="module")
@@ -104,42 +102,6 @@ def test_too_little_is_a_clear_error(
     job = TrainJob.read(job_of(tmp_path, tiny_base, train, others, **hyper))
     with pytest.raises((DatasetError, JobError), match=message):
         load_data(TextCodec(tiny_base), job)
-
-
-@pytest.mark.parametrize("is_validated", [True, False])
-def test_a_loss_that_is_no_number_ends_at_the_best_state_if_there_is_one(
-    tmp_path: Path, tiny_base: Path, is_validated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed = AnswerTrainer.compute_loss
-    num_training = 0
-
-    def diverges(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal num_training
-        num_training += model.training
-        loss = computed(self, model, inputs, *args, **kwargs)
-        return loss * math.nan if model.training and num_training > 5 else loss
-
-    monkeypatch.setattr(AnswerTrainer, "compute_loss", diverges)
-    hyper = {"max_steps": 20} | ({"eval_steps": 2} if is_validated else {})
-    job = TrainJob.read(
-        job_of(tmp_path, tiny_base, TRAIN, TRAIN[:3] if is_validated else None, **hyper)
-    )
-    model, codec = load_base(job)
-    events: list[Any] = []
-
-    def emit(event: str, **fields: Any) -> None:
-        events.append((event, fields))
-
-    data = load_data(codec, job)
-    if not is_validated:
-        with pytest.raises(JobError, match="infinite or NaN at step 6"):
-            run_trainer(model, data, job, emit, pad_id=0)
-        return
-    outcome = run_trainer(model, data, job, emit, pad_id=0)
-    assert events[-1][1]["step"] == 5
-    assert outcome.best_step == 4
-    tensors = [tensor for name, tensor in outcome.model.named_parameters() if "lora" in name]
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def test_hyperparameters_of_validation_have_bounds() -> None:

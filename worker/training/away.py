@@ -1,6 +1,6 @@
 """AwayTraining: jobs trained by a serving worker that holds their base already.
 
-As `worker.batch_training.loop.BatchTraining`, of which it makes one for each time that the worker
+As `worker.training.loop.BatchTraining`, of which it makes one for each time that the worker
 has room. In between the jobs wait: each goes on from its last checkpoint.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 from contract.base_model import find_base_model
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
-from worker.batch_training.arrivals import MoreJobs, NoMoreJobs
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.loop import BatchTraining, Emit
-from worker.batch_training.remote import RemoteTrainer, TrainerBusy, TrainerGone
-from worker.train import Stopped
-from worker.training.loop import load_codec
+from worker.child import Stopped
+from worker.training.arrivals import MoreJobs, NoMoreJobs
+from worker.training.base import load_codec
+from worker.training.disk import CheckpointFolder
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.loop import BatchTraining, Emit
+from worker.training.remote import RemoteTrainer, TrainerBusy, TrainerGone
 
 #: Pause before the worker is asked again.
 _AGAIN_S = 2.0

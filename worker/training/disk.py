@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, TaskType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -115,8 +114,16 @@ def _replace(staged: Path, path: Path) -> None:
     staged.replace(path)
 
 
+def reason(error: BaseException) -> str:
+    """Return an error's reason, without the names of files."""
+    return str(getattr(error, "strerror", None) or error)[:200]
+
+
 def save_peft(tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, folder: Path) -> None:
     """Write the adapter's config and tensors as PEFT does."""
+    # Imported here: it takes seconds, which no run should wait for before its first step.
+    from peft import LoraConfig, TaskType
+
     LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=hyper.rank,

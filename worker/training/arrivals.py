@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from worker.batch_training.jobs import NamedJob
+    from worker.training.jobs import NamedJob
 
 #: So long `wait` waits at most: a signal that came meanwhile is looked at.
 _WAIT_S = 0.2

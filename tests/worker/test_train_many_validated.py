@@ -1,4 +1,4 @@
-"""Jobs that are validated, or begin from an adapter: as `worker.train` does them.
+"""Jobs that are validated, or begin from an adapter.
 
 All in this process.
 """
@@ -8,26 +8,26 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contract.training import TrainJob
 from engine.training.model import TrainingModel
+from tests.engine.training.scenes import peft_train
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
-from tests.worker.test_train_many import Heard, adapter_of, train_here, write_chats
-from tests.worker.training.test_train import write_job
-from worker.batch_training.disk import CheckpointFolder
-from worker.batch_training.loop import BatchTraining
-from worker.train import EventLog, Stopped, train
-from worker.training.loop import AnswerTrainer
-
-#: Named by what is told at each step.
-FIGURES = ("loss", "learning_rate", "validation_loss", "best_loss", "final_loss")
-COUNTS = ("rows", "tokens", "validation_rows", "leaked_rows", "steps", "step", "best_step", "event")
+from tests.worker.training.job_runs import (
+    adapter_of,
+    request_of,
+    train_here,
+    write_chats,
+    write_job,
+)
+from worker.child import Stopped
+from worker.training.disk import CheckpointFolder
+from worker.training.loop import BatchTraining
 
 
 @pytest.fixture(scope="module")
@@ -49,71 +49,56 @@ def write(folder: Path, base: Path, job: dict[str, Any] | None = None, **hyper: 
     return path
 
 
-def alone(job: Path) -> list[dict[str, Any]]:
-    heard = Heard()
-    train(TrainJob.read(job), cast(EventLog, heard))
-    return heard.events
-
-
-def check_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """The same events, with the same fields and counts, and losses that differ by rounding."""
-    assert [list(event) for event in ours] == [list(event) for event in theirs]
-    for own, their in zip(ours, theirs, strict=True):
-        for name in COUNTS:
-            assert own.get(name) == their.get(name)
-        for name in FIGURES:
-            # 1e-4, and half of the last digit that is told, on either side.
-            if name in their:
-                assert own[name] == pytest.approx(their[name], rel=1e-4, abs=2e-4)
-
-
-def check_same_adapter(ours: Path, theirs: Path) -> None:
-    made = adapter_of(ours)
-    for name, wanted in adapter_of(theirs).items():
-        assert (made[name].shape, made[name].dtype) == (wanted.shape, wanted.dtype)
-        assert float((made[name] - wanted).abs().mean()) < 1e-4
-
-
-def test_jobs_are_validated_and_begin_as_alone(tmp_path: Path, tiny_base: Path) -> None:
+def test_jobs_are_trained_as_peft_does_beside_their_validations(
+    tmp_path: Path, tiny_base: Path
+) -> None:
     first = write(tmp_path / "first", tiny_base, max_steps=8)
-    alone(first)
+    train_here(tmp_path / "state", [first])
     others = write_chats(tmp_path / "others.jsonl", "moon", count=5)
     start = str(first.parent / "adapter" / "adapter_model.safetensors")
 
-    def write_all(folder: Path) -> dict[str, Path]:
-        return {
-            "share": write(folder / "share", tiny_base, max_steps=11, validation_share=0.4),
-            "often": write(
-                folder / "often", tiny_base, max_steps=6, eval_steps=1, validation_share=0.3, seed=3
-            ),
-            # What it learns is another answer, so that it gets worse and worse.
-            "worse": write(
-                folder / "worse",
-                tiny_base,
-                {"validation_dataset": str(others)},
-                max_steps=40,
-                eval_steps=2,
-                patience=3,
-            ),
-            "warm": write(folder / "warm", tiny_base, {"warm_start": start}, max_steps=5),
-            "both": write(
-                folder / "both",
-                tiny_base,
-                {"warm_start": start},
-                max_steps=5,
-                validation_share=0.4,
-                batch_size=2,
-                gradient_accumulation=2,
-            ),
-        }
+    jobs = {
+        "share": write(tmp_path / "share", tiny_base, max_steps=11, validation_share=0.4),
+        "often": write(
+            tmp_path / "often", tiny_base, max_steps=6, eval_steps=1, validation_share=0.3, seed=3
+        ),
+        # What it learns is another answer, so that it gets worse and worse.
+        "worse": write(
+            tmp_path / "worse",
+            tiny_base,
+            {"validation_dataset": str(others)},
+            max_steps=40,
+            eval_steps=2,
+            patience=3,
+        ),
+        "warm": write(tmp_path / "warm", tiny_base, {"warm_start": start}, max_steps=5),
+        "both": write(
+            tmp_path / "both",
+            tiny_base,
+            {"warm_start": start},
+            max_steps=5,
+            validation_share=0.4,
+            batch_size=2,
+            gradient_accumulation=2,
+        ),
+    }
 
-    jobs, by_themselves = write_all(tmp_path / "jobs"), write_all(tmp_path / "alone")
     code, events = train_here(tmp_path / "state", list(jobs.values()), budget=64)
     assert code == 0
     assert list((tmp_path / "state").iterdir()) == []
     for name, job in jobs.items():
-        check_same(events[name], alone(by_themselves[name]))
-        check_same_adapter(job, by_themselves[name])
+        peft = peft_train(tiny_base, request_of(job, tiny_base), tmp_path / "peft")
+        told = [event["loss"] for event in events[name] if event["event"] == "progress"]
+        # 1e-4, and half of the last digit that is told, on either side.
+        assert told == pytest.approx(peft.losses[: len(told)], rel=1e-4, abs=2e-4)
+        losses = {e["step"]: e["validation_loss"] for e in events[name] if "validation_loss" in e}
+        if losses:
+            best = min(losses, key=lambda step: losses[step])
+            assert events[name][-1]["best_step"] == best
+            assert events[name][-1]["best_loss"] == losses[best]
+        if events[name][-1].get("best_step", len(told)) == len(peft.losses):  # not ended before
+            for tensor, wanted in peft.adapter.items():
+                assert float((adapter_of(job)[tensor] - wanted).abs().mean()) < 1e-4
     validated = {n: sum("validation_loss" in e for e in told) for n, told in events.items()}
     assert (validated["share"], validated["often"], validated["warm"]) == (11, 6, 0)
     ended = events["worse"][-1]
@@ -122,40 +107,34 @@ def test_jobs_are_validated_and_begin_as_alone(tmp_path: Path, tiny_base: Path) 
     assert warm < cold - 1
 
 
-def test_a_loss_that_is_no_number_ends_both_at_the_best_state(
+def test_a_loss_that_is_no_number_ends_a_run_at_its_best_state(
     tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the sixth step on; a state that is validated before is the result, one after is not."""
-    compute_loss, backward = AnswerTrainer.compute_loss, TrainingModel.backward
+    backward = TrainingModel.backward
     count = 0
-
-    def broken_loss(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += model.training
-        loss = compute_loss(self, model, *args, **kwargs)
-        return loss * math.nan if model.training and count > 5 else loss
 
     def broken_backward(self: Any, *args: Any) -> Any:
         nonlocal count
         count += 1
         return backward(self, *args) * (math.nan if count > 5 else 1)
 
-    monkeypatch.setattr(AnswerTrainer, "compute_loss", broken_loss)
-    monkeypatch.setattr(TrainingModel, "backward", broken_backward)
-    jobs = {}
-    for name in ("ours", "theirs", "none"):
-        steps = 50 if name == "none" else 2
-        jobs[name] = write(
-            tmp_path / name, tiny_base, max_steps=20, validation_share=0.4, eval_steps=steps
-        )
-    theirs, count = alone(jobs["theirs"]), 0
-    code, events = train_here(tmp_path / "state", [jobs["ours"]])
+    validated = {"max_steps": 20, "validation_share": 0.4}
+    four = write(tmp_path / "four", tiny_base, eval_steps=2, patience=None, **validated)
+    code, wanted = train_here(tmp_path / "state", [four])
     assert code == 0
-    check_same(events["ours"], theirs)
-    check_same_adapter(jobs["ours"], jobs["theirs"])
-    assert [e["step"] for e in theirs if e["event"] == "progress"] == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(TrainingModel, "backward", broken_backward)
+    job = write(tmp_path / "job", tiny_base, eval_steps=2, **validated)
+    code, events = train_here(tmp_path / "state", [job])
+    assert code == 0
+    steps = [event for event in events["job"] if event["event"] == "progress"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
+    assert steps[3]["validation_loss"] == wanted["four"][4]["validation_loss"]
+    assert events["job"][-1]["best_step"] == 4
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in adapter_of(job).values())
     count = 0
-    code, events = train_here(tmp_path / "state", [jobs["none"]])
+    none = write(tmp_path / "none", tiny_base, eval_steps=50, **validated)
+    code, events = train_here(tmp_path / "state", [none])
     assert (code, events["none"][-1]["event"]) == (2, "error")
     assert "not a number any more at step 6" in events["none"][-1]["message"]
 
@@ -219,7 +198,8 @@ def test_what_a_validation_has_found_outlives_the_process(
         return [{k: v for k, v in event.items() if k not in times} for event in shown]
 
     assert steps(told) == steps(wanted["undisturbed"])
-    check_same_adapter(job, undisturbed)
+    made = adapter_of(job)
+    assert all(torch.equal(made[name], value) for name, value in adapter_of(undisturbed).items())
     curve = [[e["step"], e["validation_loss"]] for e in told if "validation_loss" in e]
     last = [event for event in told if event["event"] == "started"][-1]
     assert last["validation_losses"] == curve[: len(last["validation_losses"])]

@@ -41,8 +41,8 @@ from engine.training.held_out import HeldOutLoss, Judged, held_out_passes
 from engine.training.model import TrainingModel
 from engine.training.parameters import AdapterLayout
 from engine.training.run import LINEARS, RunRows, RunSettings
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.warm_start import read_warm_start
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.warm_start import read_warm_start
 
 _NEW, _LIVE = "new", "live"
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from contract.training import JobError
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
 from engine.text.codec import TextCodec
 from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
 from engine.training.model import TrainingModel
+from engine.training.run import RunRequest
 from engine.training.trainer import BatchTrainer, TrainerConfig
-from worker.batch_training.jobs import NamedJob, settings_of
-from worker.batch_training.judging import CaseJudge
-from worker.training.loop import limit_gpu_memory, load_codec, training_dtype
+from worker.training import device
+from worker.training.draft_heads import HeadTraining
+from worker.training.jobs import NamedJob, settings_of
+from worker.training.judging import CaseJudge
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
@@ -25,24 +27,32 @@ _TOKENS = {"cpu": 1024, "cuda": 16_384}
 _RUNS = {"cpu": 8, "cuda": 64}
 
 
-def _free_bytes(share: float) -> int:
-    """Return what this process can still allocate on the GPU, of its share of the memory."""
-    free, total = torch.cuda.mem_get_info()
-    return min(free, int(share * total) - torch.cuda.memory_reserved())
-
-
-def _host_bytes() -> int:
-    """Return the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def load_codec(folder: Path) -> TextCodec:
+    """Return the base's tokenizer and chat template. Raises JobError without a tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise JobError("base_model_dir", "there is no tokenizer.json")
+    return TextCodec(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBase:
-    """judge  scores adapters over the same weights, as many tokens a pass as the trainer takes"""
+    """A base in this process's memory.
+
+    judge         scores adapters over the same weights
+    token_budget  tokens that the trainer, and the judge, take in a pass
+    """
 
     trainer: BatchTrainer
     codec: TextCodec
     judge: CaseJudge
+    model: TrainingModel
+    token_budget: int
+
+    def train_heads(self, request: RunRequest, adapter: Mapping[str, torch.Tensor]) -> HeadTraining:
+        """Return what trains draft heads over a run's adapter."""
+        return HeadTraining(
+            self.model, request=request, adapter=adapter, token_budget=self.token_budget
+        )
 
 
 def open_base(
@@ -65,26 +75,28 @@ def open_base(
     if threads:
         torch.set_num_threads(max(threads))
     share = min((named.job.gpu_share or 1.0 for named in jobs), default=1.0)
-    limit_gpu_memory(share)
+    device.limit_gpu_memory(share)
     codec = load_codec(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, dtype = ModelConfig.from_folder(folder), training_dtype()
-    weights = load_weights(folder, config, device, dtype)
-    budget = token_budget or _TOKENS[device]
-    most = max_runs or _RUNS[device]
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    config, dtype = ModelConfig.from_folder(folder), device.training_dtype()
+    weights = load_weights(folder, config, kind, dtype)
+    budget = token_budget or _TOKENS[kind]
+    most = max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
     later = sizes[0] * max(runs - len(jobs), 0)
     own = sum(sizes[:runs])
-    on_host = _host_bytes() // 2 // bytes_per_element(dtype)
-    plan = MemoryPlan(own + min(later, max(on_host - own, 0)), 0)
-    if device == "cuda":
+    on_host = device.host_bytes() // 2 // bytes_per_element(dtype)
+    saves = any(named.job.hyperparameters.gradient_checkpointing for named in jobs)
+    recomputed = config.num_layers if saves else 0
+    plan = MemoryPlan(own + min(later, max(on_host - own, 0)), recomputed)
+    if kind == "cuda":
         torch.cuda.empty_cache()  # of the base before
         plan = plan_memory(
             config,
             dtype,
-            free_bytes=_free_bytes(share),
+            free_bytes=device.free_gpu_bytes(share),
             token_budget=budget,
             wanted_elements=own + min(later, sizes[0]),
             least_elements=sizes[0],
@@ -94,7 +106,8 @@ def open_base(
     settings = TrainerConfig(
         token_budget=budget,
         max_runs=runs,
-        runs_a_pass=1 if device == "cpu" else None,
+        runs_a_pass=1 if kind == "cpu" else None,
         pool_elements=plan.pool_elements,
     )
-    return OpenBase(BatchTrainer(model, settings), codec, CaseJudge(model, codec, budget))
+    judge = CaseJudge(model, codec, budget)
+    return OpenBase(BatchTrainer(model, settings), codec, judge, model, budget)

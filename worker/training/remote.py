@@ -14,7 +14,7 @@ from typing import Any
 from engine.training.checkpoint import Checkpoint
 from engine.training.events import Event, RunEnded
 from engine.training.run import RunRequest
-from worker.batch_training.wire import (
+from worker.training.wire import (
     BadMessage,
     Message,
     error_of,
