@@ -25,7 +25,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from bench.machine import environment
+from bench.machine import environment, write_result
 from bench.workload import random_prompts, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from worker.base_model import packaged_model
@@ -195,7 +195,7 @@ def main() -> int:
         figures = f"{ratio['ratio']:8.2f}{least:>8}{verdict}"
         print(f"{ratio['case']:18}{ratio['compared_with']:20}{figures}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if all(ratio["passed"] for ratio in result["ratios"]) else 1
 
 

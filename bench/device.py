@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,10 +72,3 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
         "matmul_tflop_s": round(matmul_tflop_s(), 1),
         **versions,
     }
-
-
-def write_whole(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON; the file is replaced in one step and always complete."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(path)

@@ -33,7 +33,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from bench.cpu import BASE_MODELS
-from bench.machine import environment
+from bench.machine import environment, write_result
 from bench.workload import random_prompts, save_random_adapter
 from demo.ask import INVOICE_SCHEMA
 from demo.data.jobs import HYPERPARAMETERS
@@ -228,7 +228,7 @@ def main() -> int:
             f"{'' if own['passed'] else '  MISSED'}"
         )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if all(own["passed"] for own in result["cases"]) else 1
 
 

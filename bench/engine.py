@@ -41,7 +41,8 @@ from typing import Any
 
 import torch
 
-from bench.device import provenance, write_whole
+from bench.device import provenance
+from bench.machine import write_result
 from bench.workload import SHAPES, in_4_bits, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.model.config import ModelConfig
@@ -460,7 +461,7 @@ def write_report(
         return
     report = {"host": host, "start_s": round(start_s, 1), "results": [*before, *results]}
     report["command"] = "python -m bench.engine " + " ".join(sys.argv[1:])
-    write_whole(path, report)
+    write_result(path, report)
 
 
 def parse() -> argparse.Namespace:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bench.device import provenance
+from bench.machine import write_result
 from bench.workload import SHAPES, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.adapters.base_weights import BaseWeights, PlainWeights
@@ -210,7 +211,7 @@ def main() -> None:
     if args.out:
         command = "python -m bench.first_token " + " ".join(sys.argv[1:])
         report = {"host": host, "command": command, "results": results}
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.out, report)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ django.setup()
 from bench import gate_rows  # noqa: E402
 from bench.gate_base import write_base  # noqa: E402
 from bench.gate_rows import BAD, KINDS, Message, Row  # noqa: E402
-from bench.machine import environment  # noqa: E402
+from bench.machine import environment, write_result  # noqa: E402
 from contract import chat_rows  # noqa: E402
 from controlplane.evaluations import checks, leakage  # noqa: E402
 from controlplane.evaluations.asking import turn_end  # noqa: E402
@@ -340,7 +340,7 @@ def main() -> int:
         for kind, figures in report[part]["kinds"].items():
             print(part, kind, figures)
         report[part]["passed"] = passes(report[part])
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.out, report)
     return 0 if report["retrains"]["passed"] and report["synthetic"]["passed"] else 1
 
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from bench.live import live_platform
-from bench.machine import environment
+from bench.machine import environment, write_result
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 
@@ -172,7 +172,7 @@ def main() -> int:
         **{name: round(value, 2) for name, value in figures.items()},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     is_met = (
         figures["tokens_per_s"] >= MIN_TOKENS_PER_S
         and figures["overhead_p50_ms"] <= MAX_OVERHEAD_P50_MS

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu import BASE_MODELS
-from bench.machine import environment
+from bench.machine import environment, write_result
 from bench.workload import random_prompts
 from engine import Engine, EngineConfig, Request, SamplingParams
 from engine.grammar_text import Grammar, GrammarKind
@@ -175,7 +175,7 @@ def main() -> int:
     result["compile"] = measure_compile(model)
     print(json.dumps(result, indent=2))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if result["steps"]["passed"] and result["compile"]["passed"] else 1
 
 

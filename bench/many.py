@@ -38,7 +38,8 @@ from typing import Any
 
 import torch
 
-from bench.device import provenance, write_whole
+from bench.device import provenance
+from bench.machine import write_result
 from bench.workload import SHAPES, Arrival, random_weights, save_random_adapter, slora_trace
 from engine import (
     AdapterPart,
@@ -371,7 +372,7 @@ def main() -> int:
     def save(report: dict[str, Any]) -> None:
         if arguments.out:
             report["command"] = "python -m bench.many " + " ".join(sys.argv[1:])
-            write_whole(arguments.out, report)
+            write_result(arguments.out, report)
 
     result = run(arguments, save)
     for bar in result["bars"]:

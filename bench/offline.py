@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.device import provenance, write_whole
+from bench.device import provenance
+from bench.machine import write_result
 from bench.workload import SHAPES, save_random_adapter
 from engine import DashConfig, DashEngine, SamplingParams
 
@@ -168,7 +169,7 @@ def main() -> None:
                 results.append(row)
                 print(json.dumps(row), flush=True)
                 if args.out:
-                    write_whole(args.out, {"host": host, "command": command, "results": results})
+                    write_result(args.out, {"host": host, "command": command, "results": results})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ bench/results/queue.json, and exits with 1 if a bar is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import redis
 
-from bench.machine import environment
+from bench.machine import environment, write_result
 from contract import protocol
 from contract.protocol import AdapterRef, GenerateJob
 from contract.queue import fair_queue, scripts
@@ -144,7 +143,7 @@ def main() -> int:
         "tenants": args.tenants,
         **{name: round(value, 1) for name, value in figures.items()},
     }
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if all(figures[n] <= MAX_US for n in figures if n.endswith("_us")) else 1
 
 

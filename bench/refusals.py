@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import socket
 import sys
 import time
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 
 from bench.gateway import percentile
 from bench.live import live_platform
-from bench.machine import environment
+from bench.machine import environment, write_result
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack
 
@@ -146,11 +147,40 @@ def measure(url: str, case: Case, requests: int) -> dict[str, Any]:
     }
 
 
+def make_keys(number: int) -> dict[str, Any]:
+    """Make keys of each kind in the tenant acme; `number` of those that are used once."""
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+    import django
+
+    django.setup()
+
+    from controlplane.limits.services import budget_set, rate_limit_set
+    from controlplane.tenancy.scoping import tenant_scope
+    from controlplane.tenants import keys, services
+    from controlplane.tenants.key_rules import KeyRules
+    from controlplane.tenants.models import Tenant
+
+    with tenant_scope(Tenant.objects.get(slug="acme").id):
+        _, narrow = services.api_key_create(name="narrow", rules=KeyRules(scopes=("read",)))
+        limited, limited_text = services.api_key_create(name="limited")
+        rate_limit_set(api_key_id=limited.id, requests_per_minute=1)
+        spent, spent_text = services.api_key_create(name="spent")
+        budget_set(api_key_id=spent.id, hard_limit=1)
+        fresh = [services.api_key_create(name=f"fresh {at}")[1] for at in range(number)]
+    return {
+        "narrow": narrow,
+        "limited": limited_text,
+        "spent": spent_text,
+        "fresh": fresh,
+        "unknown": [keys.generate().text() for _ in range(number)],
+    }
+
+
 def measure_all(live: LiveStack, requests: int) -> list[dict[str, Any]]:
     _, url = live.start_web(DATABASE_POOL_SIZE="8")
     live.start_worker("bench")
     live.start_accountant()
-    keys = json.loads(live.run("-m", "bench.refusals_seed", str(WARM_UP + requests)))
+    keys = json.loads(live.run("-m", "bench.refusals", f"--seed={WARM_UP + requests}"))
     rows = []
     for case in cases(live, keys):
         rows.append(measure(url, case, requests))
@@ -162,13 +192,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure how fast a gateway refuses.")
     parser.add_argument("--requests", type=int, default=300, help="of each case")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.seed:
+        print(json.dumps(make_keys(args.seed)))
+        return 0
     result = environment("bench.refusals")
     with live_platform() as live:
         rows = measure_all(live, args.requests)
     result |= {"requests": args.requests, "max_p50_ms": MAX_P50_MS, "cases": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if all(row["p50_ms"] <= MAX_P50_MS for row in rows) else 1
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import environment
+from bench.machine import environment, write_result
 from bench.workload import save_random_adapter
 from engine.adapters.base_weights import BaseWeights, PlainWeights
 from engine.adapters.files import AdapterReader
@@ -321,7 +321,7 @@ def main() -> int:
         verdict = "" if bar["passed"] else "  MISSED"
         print(f"{bar['bar']:40}{bar['value']:10.3f}{bar['at_most']:10.1f}{verdict}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
     return 0 if all(bar["passed"] for bar in result["bars"]) else 1
 
 

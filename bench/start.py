@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from bench.device import provenance, write_whole
+from bench.device import provenance
+from bench.machine import write_result
 from bench.workload import SHAPES, random_weights
 from engine import Engine, EngineConfig
 from engine.model.config import ModelConfig
@@ -76,7 +77,7 @@ def main() -> None:
             print(json.dumps(results[-1]), flush=True)
     if args.out:
         command = "python -m bench.start " + " ".join(sys.argv[1:])
-        write_whole(args.out, {"host": host, "command": command, "results": results})
+        write_result(args.out, {"host": host, "command": command, "results": results})
 
 
 if __name__ == "__main__":

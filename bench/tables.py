@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from bench.offline import VLLM
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md")
+# Lines of prose are as wide as people read.
+WIDTH = 100
 # (batch, adapters) of the README's table.
 CHOSEN = ((64, 0), (1, 1), (64, 64), (256, 64))
 
@@ -66,6 +69,11 @@ class Figures:
             (row["case"], row["compared_with"]): row for row in cpu["ratios"]
         }
         self.cpu_host: Row = cpu
+        self.gateway: Row = files["gateway"]
+        self.grammar: Row = files["grammar"]
+        self.refusals: dict[str, float] = {
+            row["case"]: row["p50_ms"] for row in files["refusals"]["cases"]
+        }
 
     @property
     def mixed_share(self) -> float | None:
@@ -77,10 +85,14 @@ class Figures:
         return least / float(self.mixed["ms_step"] - base["ms_step"])
 
 
+def gpu(figures: Figures) -> str:
+    return str(figures.host["gpu"].removeprefix("NVIDIA "))
+
+
 def machine(figures: Figures) -> str:
     host = figures.host
     return (
-        f"one {host['gpu'].removeprefix('NVIDIA ')} (copy bandwidth {host['copy_tb_s']:.2f} TB/s, "
+        f"one {gpu(figures)} (copy bandwidth {host['copy_tb_s']:.2f} TB/s, "
         f"torch {host['torch'].split('+')[0]}, triton {host['triton']}, commit {host['commit']})"
     )
 
@@ -213,13 +225,29 @@ def many_table(figures: Figures) -> list[str]:
 
 def readme(figures: Figures) -> str:
     head = (
-        f"Llama-3.1-8B's shape in bf16 on {machine(figures)}: prompts of 32 tokens, 256 greedy "
-        "ones, adapters of rank 16 on all seven projections; ms a step of the whole engine. "
-        "vLLM's figures are of the same work on another card of this kind."
+        "Milliseconds a step of the whole engine: Llama-3.1-8B's shape in bf16 on one "
+        f"{gpu(figures)}, prompts of 32 tokens, adapters of rank 16 on all projections. vLLM ran "
+        "on another card of this kind."
     )
-    chosen = [*many_sentences(figures)[:1], *offline_sentences(figures), cpu_sentence(figures)]
-    bullets = [f"- {line}" for line in chosen]
-    return "\n".join([head, "", *decode_table(figures, CHOSEN)[:-1], "", *bullets])
+    few, many = figures.many["few"], figures.many["many"]
+    [*_, adapters] = VLLM
+    offline, theirs = figures.offline[adapters]["output_tok_s"], VLLM[adapters]
+    lines = [
+        f"{many['adapters']} registered adapters, S-LoRA's workload: {many['tok_s']:,} tokens/s, "
+        f"{many['tok_s'] / few['tok_s']:.1%} of that with 5.",
+        f"512 prompts at once, {adapters} adapters: {offline:,} tokens/s, "
+        f"{offline / theirs:.2f} × vLLM's {theirs:,}.",
+        cpu_sentence(figures),
+    ]
+    table = decode_table(figures, CHOSEN)[:-1]
+    return "\n".join([textwrap.fill(head, WIDTH), "", *table, "", *bullets(lines)])
+
+
+def bullets(lines: list[str]) -> list[str]:
+    """Return each line as an item of a list, wrapped."""
+    return [
+        textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines
+    ]
 
 
 def cpu_sentence(figures: Figures) -> str:
@@ -234,9 +262,8 @@ def cpu_sentence(figures: Figures) -> str:
 
 
 def stands(figures: Figures) -> str:
-    bullets = [f"- {line}" for line in sentences(figures)]
     head = f"On {machine(figures)}:"
-    return "\n".join([head, "", *decode_table(figures), "", *bullets])
+    return "\n".join([head, "", *decode_table(figures), "", *bullets(sentences(figures))])
 
 
 def many_adapters(figures: Figures) -> str:
@@ -271,16 +298,66 @@ def cpu_table(figures: Figures) -> str:
     )
 
 
+# The cases of bench.refusals by the place that decides them.
+REFUSALS = (
+    (
+        "a malformed key or body, an unknown field, a bad value, a missing scope (in memory)",
+        ("malformed key", "malformed body", "unknown field", "bad value", "missing scope"),
+    ),
+    (
+        "a rate limit, a spent budget, no worker (in Redis)",
+        ("rate limit", "budget", "no worker"),
+    ),
+    (
+        "an unknown or revoked key, an unknown model or version, another tenant's model "
+        "(in PostgreSQL)",
+        (
+            "unknown key", "revoked key", "unknown model", "unknown model, again",
+            "unknown model, new key", "unknown version", "another tenant's model",
+        ),
+    ),
+    ("a prompt that is too long (by the worker's tokenizer)", ("long prompt",)),
+)  # fmt: skip
+
+
+def gateway_table(figures: Figures) -> str:
+    gateway, steps = figures.gateway, figures.grammar["steps"]
+    lines = [
+        f"| {gateway['cpus']} CPU cores for all processes | |",
+        "|---|---|",
+        f"| one gateway process adds to a token, p50 and p99 | {gateway['overhead_p50_ms']:.1f} "
+        f"and {gateway['overhead_p99_ms']:.1f} ms |",
+        f"| it passes on, with {gateway['streams']} streams | {gateway['tokens_per_s']:,.0f} "
+        f"tokens/s ({gateway['rounds']} rounds: {gateway['tokens_per_s_slowest']:,.0f} to "
+        f"{gateway['tokens_per_s_fastest']:,.0f}) |",
+    ]
+    for text, cases in REFUSALS:
+        waits = [figures.refusals[case] for case in cases]
+        least, most = f"{min(waits):.1f}", f"{max(waits):.1f}"
+        span = most if least == most else f"{least} to {most}"
+        lines.append(f"| refuses {text}, p50 | {span} ms |")
+    compiling = figures.grammar["compile"]
+    lines += [
+        f"| masks of {steps['requests']} requests with {steps['requests']} JSON schemas | "
+        f"{steps['overhead']:.1%} of a step (target {steps['at_most']:.0%}) |",
+        f"| a new schema of {compiling['properties']} properties, median and worst | "
+        f"{compiling['median_ms']:.1f} and {compiling['worst_ms']:.1f} ms "
+        f"(target {compiling['at_most']:.0f}) |",
+    ]
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[Figures], str]] = {
     "readme": readme,
     "stands": stands,
     "many": many_adapters,
     "cpu": cpu_table,
+    "gateway": gateway_table,
 }
 
 
 def fill(text: str, figures: Figures) -> str:
-    """Return the document with its generated parts made anew."""
+    """Return the document with its generated parts written from the results."""
 
     def part(match: re.Match[str]) -> str:
         return f"{match[1]}\n{PARTS[match[2]](figures)}\n<!-- end -->"
@@ -291,6 +368,7 @@ def fill(text: str, figures: Figures) -> str:
 def load() -> Figures:
     names = (
         "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200", "first-token-h200",
+        "gateway", "refusals", "grammar",
     )  # fmt: skip
     return Figures({n: json.loads((RESULTS / f"{n}.json").read_text()) for n in names})
 

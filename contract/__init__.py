@@ -1,1 +1,1 @@
-"""What the control plane, the workers and the engine agree on; standard library only."""
+"""Types and rules that control plane, workers and engine share; standard library only."""

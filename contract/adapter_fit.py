@@ -160,7 +160,7 @@ class _Fitting:
     def _check_targets(self) -> None:
         if not self._adapted.targets:
             names = ", ".join(dict.fromkeys(module.split(".")[-1] for module in self._modules))
-            message = "of what it names and exclude_modules leaves, nothing can be adapted"
+            message = "it names no module that can be adapted and that exclude_modules leaves"
             self._complain("target_modules", f"{message}; these can: {names}")
 
     def _check_biases(self) -> None:
@@ -169,7 +169,7 @@ class _Fitting:
         for module, layer in self._modules.items():
             is_trained = mode == "all" or (mode == "lora_only" and module in self._adapted.targets)
             if is_trained and layer is not None and module.split(".", 3)[3] in self._base.biased:
-                message = f"it is {mode}, and the base's {module} has a bias: train with bias none"
+                message = f"it is {mode}, but the base's {module} has a bias: train with bias none"
                 self._complain("bias", message)
                 break
 
@@ -187,13 +187,17 @@ class _Fitting:
                 token_ids.pop(HEAD, None)
                 unadapted = changed if self._config.use_dora else {EMBEDDING}
             elif self._is_tied:
-                self._complain(TOKENS_FIELD, "ensure_weight_tying needs the same tokens of both")
+                self._complain(
+                    TOKENS_FIELD, "ensure_weight_tying needs the same tokens in both modules"
+                )
         for module in sorted(saved & changed):
             self._complain(TOKENS_FIELD, f"modules_to_save replaces {module} whole")
         for ids in token_ids.values():
             unknown = next((token for token in ids if not 0 <= token < base.vocab), None)
             if unknown is not None:
-                message = f"{shown(unknown)} is no token of the base model, which has {base.vocab}"
+                message = (
+                    f"{shown(unknown)} is not a token of the base model, which has {base.vocab}"
+                )
                 self._complain(TOKENS_FIELD, message)
         shapes = {(module, MATRIX): (base.vocab, base.hidden) for module in sorted(saved)}
         shapes |= {(module, ROWS): (len(ids), base.hidden) for module, ids in token_ids.items()}
@@ -217,15 +221,18 @@ class _Fitting:
     def _wanted(self, rows: _NewRows, found: Mapping[Key, str]) -> dict[Key, Shape]:
         """Return the tensors of every adapted module, and their shapes."""
         targets = self._adapted.targets
-        if self._config.target_modules is None:  # what the file has is all that is said of them
+        # without target_modules, the tensors in the file say what is adapted
+        if self._config.target_modules is None:
             there = {module for module, part in found if part.startswith("lora_")}
             targets &= there | ({EMBEDDING} if self._is_tied and HEAD in there else set())
         elif self._is_tied and HEAD in targets - rows.saved and EMBEDDING not in targets:
-            message = "it names lm_head and not embed_tokens, to which ensure_weight_tying ties it"
+            message = (
+                "it names lm_head, but not embed_tokens, to which ensure_weight_tying ties lm_head"
+            )
             self._complain("target_modules", message)
         wanted: dict[Key, Shape] = {}
         for module, _, (width_in, width_out) in self._base.modules():
-            # PEFT takes a tied head out of target_modules: it goes where the embedding goes.
+            # PEFT removes a tied head from target_modules: the head shares the embedding's adapter.
             named = EMBEDDING if self._is_tied and module == HEAD else module
             if module in rows.saved or named not in targets:
                 continue
@@ -245,7 +252,7 @@ class _Fitting:
         return wanted
 
     def _repeated(self, rows: _NewRows, wanted: Mapping[Key, Shape]) -> dict[Key, Shape]:
-        """Return what PEFT may repeat: the base's matrices, what it saved, a tied head's rows.
+        """Return the tensors that PEFT may repeat: the base's, saved ones, a tied head's rows.
 
         It writes these where it believes that the vocabulary was changed, or is told to.
         Source: get_peft_model_state_dict in peft/utils/save_and_load.py.
@@ -267,7 +274,7 @@ class _Fitting:
         wanted: Mapping[Key, Shape],
         needed: Mapping[Key, Shape],
     ) -> None:
-        """Refuse tensors that should not be there, and those of another shape than needed."""
+        """Refuse tensors that should not be there, and those with a wrong shape."""
         unfit = {}
         for key, name in found.items():
             if key not in needed:
@@ -303,11 +310,11 @@ class _Fitting:
         elif part in (SAVED_AGAIN, BESIDE_SAVED):
             self._complain_of(name, f"{SAVE_FIELD} does not name its module", part)
         elif part in WHOLE or module in rows.saved:
-            message = "it is of a module whose rows the adapter replaces: leave it out"
+            message = "it belongs to a module whose rows the adapter replaces: remove it"
             self._complain_of(name, message, "replaced")
         elif (module, matrices(module)[0]) in wanted:
             field = "use_dora" if part == MAGNITUDE else "lora_bias"
-            self._complain_of(name, f"it is there although {field} is off", field)
+            self._complain_of(name, f"it is in the file although {field} is off", field)
         else:
             message = f"it does not name the module of {shown(name)}, or exclude_modules does"
             self._faults.add_alike(Problem(CONFIG_FILE, "target_modules", message), "target")
@@ -316,14 +323,14 @@ class _Fitting:
         self, wanted: Mapping[Key, Shape], rows: _NewRows, found: Mapping[Key, str]
     ) -> None:
         if self._shapes and not found:
-            return  # their names are wrong
+            return  # their names are wrong, so nothing more is known about them
         there = {key[0] for key in found if key in wanted}
         absent = dict.fromkeys(module for module, _ in wanted if module not in there)
         if absent and (of_layers := layers_problem(absent, there, self._adapted, self._modules)):
             self._faults.add(of_layers)
         else:
             for module in absent:
-                message = f"it asks for {module}, of which the file has no tensor: take it out"
+                message = f"it asks for {module}, but the file has no tensor of it: remove it"
                 self._faults.add_alike(Problem(CONFIG_FILE, "target_modules", message), "absent")
         for module, part in wanted:
             if module in there and (module, part) not in found:

@@ -1,4 +1,4 @@
-"""Which base model an adapter says it was trained on, and whether that is another one.
+"""Compare the base model that an adapter names with the one here.
 
 `base_model_name_or_path` is a Hub's `org/name`, a folder, or a name that somebody chose. Only what
 is clearly another model's name is a mismatch: a folder's path says nothing, and the same model has
@@ -21,7 +21,7 @@ _HUB_FOLDER = re.compile(r"models--([\w.-]+)--([\w.-]+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: A name with a size, such as 8b or 0.5B, is a model's and not one that an operator made up.
 _SIZE = re.compile(r"(?:^|[-_.])\d+(?:\.\d+)?[bm](?:$|[-_.])", re.IGNORECASE)
-#: What mirrors add to a model's name: the precision of its weights, or the format.
+#: Suffixes that mirrors add to a model's name: the precision of its weights, or the format.
 _COPY = re.compile(
     r"[-_.](?:unsloth|bnb|nf4|[2-8]bit|dwq|int[48]|fp8|fp16|bf16|gptq|awq|gguf|mlx|hf|dynamic|quantized"
     r"|w[48]a(?:8|16))$"
@@ -29,7 +29,7 @@ _COPY = re.compile(
 
 
 def repositories(folder: str) -> list[str]:
-    """Return the Hub names of a base model that its folder's path tells.
+    """Return the Hub names that a base model's folder path contains.
 
     Its config.json has a `_name_or_path`, too, but often that of the model it was trained from.
     """
@@ -53,11 +53,11 @@ def claim_problems(
     if not known or not isinstance(said, str) or not _HUB_NAME.fullmatch(said):
         return []
     if _model(said) not in {_model(each) for each in known}:
-        message = f"it is {shown(said)}, another model than {_listed(known)}"
+        message = f"it is {shown(said)}, not {_listed(known)}"
         return [Problem(FILE, NAME_FIELD, f"{message}: {_ADVICE}")]
     if isinstance(commit, str) and _COMMIT.fullmatch(commit) and _COMMIT.fullmatch(revision):
         if commit != revision:
-            message = f"it is {commit}, and the base model here has revision {revision}"
+            message = f"it is {commit}, but the base model here has revision {revision}"
             return [Problem(FILE, REVISION_FIELD, f"{message}: {_ADVICE}")]
     return []
 
@@ -74,7 +74,7 @@ def _listed(known: list[str]) -> str:
 
 
 def _model(name: str) -> str:
-    """Return a model's name without its organisation and what a copy of it is called after."""
+    """Return a model's name without its organisation and without the suffixes of mirrors."""
     model = name.rpartition("/")[2].casefold().strip("._-")
     while (short := _COPY.sub("", model)) != model:
         model = short

@@ -78,7 +78,7 @@ def _model_in(folder: Path) -> tuple[Path, str]:
     """Return the folder with config.json, and the commit if the Hub client's cache names it."""
     try:
         if not folder.is_dir():
-            raise NotABaseModel(f"{folder} is no folder")
+            raise NotABaseModel(f"{folder} is not a folder")
         if (folder / CONFIG).exists():
             return folder, folder.name if _COMMIT.fullmatch(folder.name) else ""
         if (folder / "snapshots").is_dir():
@@ -109,7 +109,7 @@ def _snapshot(repository: Path) -> tuple[Path, str]:
 
 
 def _called(path: Path, commit: str, origin: str) -> str:
-    """Return the model's usual name."""
+    """Return the last part of the folder's path, or of the Hub's name of the model."""
     if commit and path.parent.name == "snapshots":
         path = Path(origin) if origin else path.parent.parent
         if path.parent.name == "snapshots":
@@ -131,9 +131,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise NotABaseModel(_unreadable(path, error)) from error
     except ValueError as error:
-        raise NotABaseModel(f"{path} is no JSON: {error}") from error
+        raise NotABaseModel(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise NotABaseModel(f"{path} is no JSON object")
+        raise NotABaseModel(f"{path} is not a JSON object")
     return content
 
 

@@ -20,14 +20,15 @@ from contract.strict_json import read_value
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 1 << 20
-#: How many problems the lint finds before it stops.
+#: Number of problems after which the lint stops.
 MAX_PROBLEMS = 20
-#: How many of them a refusal names.
+#: Number of problems that a refusal names.
 _SHOWN_PROBLEMS = 5
 _NO_JSON = "is not JSON"
 _FORM = (
-    ' The file is JSONL, one chat a line: {"messages": [{"role": "user", "content": "…"}, …]}. '
-    "`lorikeet datasets convert FILE NEW_FILE` makes it of a JSON array and other formats."
+    ' The file must be JSONL, with one chat in each line: {"messages": [{"role": "user", '
+    '"content": "…"}, …]}. '
+    "`lorikeet datasets convert FILE NEW_FILE` converts a JSON array and other formats."
 )
 _OTHER_FORMAT = "is a row of another format"
 _CONVERT = (
@@ -51,7 +52,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lint:
-    """The outcome of the lint; a dataset without problems is good."""
+    """The outcome of the lint; a dataset without problems is valid."""
 
     num_rows: int
     problems: list[Problem]
@@ -61,7 +62,8 @@ class Lint:
         """Write the first few problems in one sentence."""
         shown = "; ".join(str(problem) for problem in self.problems[:_SHOWN_PROBLEMS])
         more = "; and more" if len(self.problems) > _SHOWN_PROBLEMS else ""
-        # A file of another kind, such as CSV, fails in each line; say once what is wanted.
+        # A file of another kind, such as CSV, has the same fault in each line; explain the format
+        # once.
         found = {each.message.partition(":")[0] for each in self.problems}
         advice = _CONVERT if _OTHER_FORMAT in found else _FORM if _NO_JSON in found else ""
         return f"{shown}{more}.{advice}"
@@ -120,12 +122,13 @@ def _row(line: bytes) -> Row:
             raise _of_another_format("a JSON array")
         raise WrongRow("", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
-        # Decoded here: `json` guesses among encodings, whose codecs a sealed process cannot load.
+        # Decode the text here: `json` guesses the encoding, and a sealed process cannot load
+        # codecs.
         row = read_value(line.decode())
     except UnicodeDecodeError:
         raise WrongRow("", f"{_NO_JSON}: it is not text in UTF-8") from None
     except ValueError as error:
-        # Where a parser gave up helps in a config, not in a row of a file that is no JSONL.
+        # A parser's position helps in a config, but not in a file that is not JSONL at all.
         told = str(error)
         raise WrongRow("", _NO_JSON if told.startswith(_NO_JSON) else told) from None
     try:
@@ -159,8 +162,8 @@ def _of_another_format(name: str) -> WrongRow:
 
 
 def _check_text(row: Any) -> None:
-    """Refuse half of a surrogate pair, which is no character: no tokenizer takes it."""
+    """Refuse half of a surrogate pair: it is not a character, and tokenizers refuse it."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise WrongRow("", "has half of a surrogate pair, which is no character") from None
+        raise WrongRow("", "has half of a surrogate pair, which is not a character") from None

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: No passwords of databases, Redis and S3, nor other variables of the same file.
+#: No passwords of databases, Redis and S3: these are all the variables that a child may have.
 VARIABLES = (
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV"),
-    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED"),
-    *("PYTHONDONTWRITEBYTECODE", "CC"),
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+    "CC",
 )
 PREFIXES = (
-    *("LC_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "NCCL_"),
-    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_"),
+    "LC_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "TRITON_",
 )
 
 

@@ -1,4 +1,4 @@
-"""How long Redis has answered a process without a break. Standard library only."""
+"""Measure for how long Redis has answered a process without a break. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contract.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
 
 
 class Contact:
-    """Whether Redis has answered without a break for so long that a silent process is dead.
+    """Tells whether Redis has answered for long enough that a silent process must be dead.
 
     While Redis was away, no heartbeat reached it.
     """

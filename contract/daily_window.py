@@ -1,4 +1,4 @@
-"""Some hours of every day, as a setting names them. Pure.
+"""A window of hours that repeats every day, as a setting writes it. Pure.
 
 A window is written `22:00-06:00 Europe/Berlin`: from the first time of day up to the second, which
 may be on the next day, in a zone of the IANA database (UTC without one).
@@ -46,7 +46,7 @@ class DailyWindow:
         return now >= self.start or now < self.end
 
     def opens_at(self, at: dt.datetime) -> dt.datetime:
-        """Return when it is open next, in UTC: `at` itself if it is open."""
+        """Return when the window is next open, in UTC: `at` itself if it is open."""
         if self.is_open(at):
             return at
         local = at.astimezone(self.zone)
@@ -59,7 +59,7 @@ class DailyWindow:
         raise AssertionError("a day has passed without the window's first time")
 
     def opened_at(self, at: dt.datetime) -> dt.datetime:
-        """Return when it opened last, in UTC: `at` itself if it opens just then."""
+        """Return when the window last opened, in UTC: `at` itself if it opens just then."""
         local = at.astimezone(self.zone)
         openings = (
             dt.datetime.combine(local.date() - dt.timedelta(days=days), self.start, self.zone)

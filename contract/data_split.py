@@ -15,7 +15,7 @@ _BITS = 64
 
 
 def normalised_prompt(row: Row) -> str:
-    """Return what users say before the first answer, without differences of case and blanks.
+    """Return the users' words before the first answer, without differences of case and blanks.
 
     If they say nothing, that is what the system says.
     """
@@ -35,6 +35,6 @@ def first_prompt_digest(row: Row, salt: str = "") -> bytes:
 
 
 def is_validation(row: Row, share: float, salt: str) -> bool:
-    """Whether the row is to validate with: a stated share of all prompts is."""
+    """Return whether the row is used for validation, given the share of prompts that are."""
     place = int.from_bytes(first_prompt_digest(row, salt)[: _BITS // 8], "big")
     return bool(place < share * 2**_BITS)

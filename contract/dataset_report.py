@@ -1,4 +1,4 @@
-"""What a dataset's report is made of: the job that `python -m worker.dataset_report` reads."""
+"""The job of `python -m worker.dataset_report`: rows, and the base models to count tokens for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-#: The most places of one kind of finding that a report names.
+#: Largest number of places that a report names for one kind of finding.
 MAX_PLACES = 20
 MAX_ANSWER_BYTES = 256 << 10
 MAX_BASES = 8

@@ -1,4 +1,4 @@
-"""The draft heads of an adapter: what they are called, and whether they fit its base.
+"""The names of an adapter's draft heads, and the check that they fit the base.
 
 Head i guesses the token i + 2 places behind the one whose hidden state x [hidden] it reads:
 
@@ -20,7 +20,7 @@ MAX_HEADS = 4
 MAX_HEAD_RANK = 1024
 PREFIX = "draft_heads."
 _NAME = re.compile(r"draft_heads\.(?P<head>[0-9]{1,3})\.(?P<part>down|up)\.weight", re.ASCII)
-#: Names that LoRAX's speculators have.
+#: Names of tensors in LoRAX's speculators.
 _MEDUSA = re.compile(
     r"(?:base_model\.model\.)?(?:medusa|[0-9]{1,3}\.[0-9]{1,3}\.(?:linear\.)?(?:weight|bias)\Z)"
 )
@@ -43,7 +43,7 @@ def head_names(index: int) -> tuple[str, str]:
 
 
 def is_head_tensor(name: str) -> bool:
-    """Whether a tensor belongs to draft heads rather than to the LoRA."""
+    """Return whether a tensor belongs to draft heads rather than to the LoRA."""
     return name.startswith(PREFIX)
 
 
@@ -52,7 +52,7 @@ def medusa_problem(name: str) -> Problem | None:
     if _MEDUSA.match(name) is None:
         return None
     message = (
-        "it is of a Medusa speculator as LoRAX has it, which is not supported: train draft heads "
+        "it belongs to a Medusa speculator of LoRAX, which is not supported: train draft heads "
         "(the hyperparameter draft_heads), or leave it out"
     )
     return Problem(FILE, shown(name), message)
@@ -71,10 +71,10 @@ def fit_heads(
     for name in filter(is_head_tensor, shapes):
         match = _NAME.fullmatch(name)
         if match is None or match["head"] != str(int(match["head"])):
-            message = f"it is no tensor of a draft head: these are {' and '.join(head_names(0))}"
+            message = f"it is not a tensor of a draft head: these are {' and '.join(head_names(0))}"
             problems.append(Problem(FILE, shown(name), message))
         elif int(match["head"]) >= MAX_HEADS:
-            message = f"it is one head too many: an adapter has {MAX_HEADS} draft heads at most"
+            message = f"an adapter may have at most {MAX_HEADS} draft heads: remove this one"
             problems.append(Problem(FILE, name, message))
         else:
             found.add(name)
@@ -84,7 +84,7 @@ def fit_heads(
         if down not in found and up not in found:
             if any(name > down for name in found):
                 problems.append(
-                    Problem(FILE, down, "it is missing, and a later draft head is there")
+                    Problem(FILE, down, "it is missing, but a later draft head is in the file")
                 )
                 break
             continue
@@ -100,7 +100,7 @@ def _fault(down: str, up: str, shapes: Mapping[str, Shape], hidden: int) -> Prob
     """Return what is wrong with one head."""
     for name, other in ((down, up), (up, down)):
         if name not in shapes:
-            return Problem(FILE, name, f"it is missing, and its counterpart {other} is there")
+            return Problem(FILE, name, f"it is missing, but its counterpart {other} is in the file")
     shape, most = shapes[down], min(hidden, MAX_HEAD_RANK)
     if len(shape) != 2 or shape[1] != hidden or not 1 <= shape[0] <= most:
         needed = f"[rank, {hidden}], a rank from 1 to {most}"

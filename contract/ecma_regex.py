@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from contract.unicode_properties import LAST, Ranges, complement, merged, property_ranges
 
-#: Each `\p` may have hundreds of ranges.
+#: Largest number of `\p` in a pattern: each may have hundreds of ranges.
 MAX_PROPERTIES = 16
 
 _DIGIT: Ranges = [(0x30, 0x39)]
@@ -34,7 +34,7 @@ _SET = re.compile(r"[dDwWsS]|[pP]\{([A-Za-z0-9_=]*)\}")
 
 
 class BadPattern(Exception):
-    """The pattern is no regular expression, or not one that all engines can match.
+    """The pattern is not a regular expression, or not one that all engines can match.
 
     is_invalid  it is not a regular expression of ECMA-262
     """
@@ -76,7 +76,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A valid part that needs more than an automaton. `problem` says what the pattern does."""
+    """A valid part that an automaton cannot match. `problem` says what the pattern does."""
 
     problem: str
 
@@ -96,7 +96,7 @@ def parse(pattern: str) -> Choice:
 
 
 def _invalid(problem: str) -> BadPattern:
-    return BadPattern(f"is no regular expression of ECMA-262: {problem}", is_invalid=True)
+    return BadPattern(f"is not a regular expression of ECMA-262: {problem}", is_invalid=True)
 
 
 class _Parser:
@@ -105,7 +105,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._text, self._at = pattern, 0
         self._num_groups = self._num_properties = 0
-        self._names: frozenset[str] = frozenset()  # of the groups in this branch so far
+        self._names: frozenset[str] = frozenset()  # names of the groups in this branch so far
         self._all_names: set[str] = set()
         self._numbers_used: list[int] = []
         self._names_used: list[str] = []
@@ -257,8 +257,8 @@ class _Parser:
         ranges = property_ranges(expression)
         if ranges is None:
             raise BadPattern(
-                f"uses \\p{{{expression[:60]}}}, which is not known: of the properties there are "
-                "the general categories, as in \\p{L}, Any, ASCII and Assigned"
+                f"uses \\p{{{expression[:60]}}}, which is not known: use one of "
+                "the general categories, such as \\p{L}, Any, ASCII and Assigned"
             )
         return ranges
 
@@ -272,7 +272,7 @@ class _Parser:
             return code
         if self._text.startswith(("u{", "p{", "P{"), self._at):
             raise _invalid(f"\\{self._text[self._at]}{{ has no end, or not what may stand in it")
-        character = self._next("a \\ stands at its end")
+        character = self._next("it ends with a \\")
         after = self._text[self._at : self._at + 1]
         if character == "c":
             if after.isascii() and (after.isalpha() or (in_class and _is_word(after))):

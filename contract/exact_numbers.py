@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
-#: Larger than any exponent that a schema can compare with, and small enough for a Decimal.
+#: Larger than any exponent in a schema, and small enough for a Decimal.
 _HUGE_EXPONENT = 10**17
 
 
@@ -12,21 +12,22 @@ def read_decimal(text: str) -> Decimal:
     """Return a number of JSON, for `json.loads`; 1e999999999 costs no more than 1."""
     try:
         return Decimal(text)
-    except InvalidOperation:  # the exponent is too large for a Decimal: any as large will do
+    # the exponent is too large for a Decimal: any large value gives the same result
+    except InvalidOperation:
         number, _, exponent = text.lower().partition("e")
         sign = "-" if exponent.startswith("-") else ""
         return Decimal(f"{number}e{sign}{_HUGE_EXPONENT}")
 
 
 def is_integer(value: object) -> bool:
-    """Whether JSON Schema takes it for an integer: 1 and 1.0, but not true."""
+    """Return whether the number is an integer in JSON Schema: 1 and 1.0 are, true is not."""
     if isinstance(value, Decimal):
         return is_multiple(value, 1)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_multiple(number: int | Decimal, step: int | Decimal) -> bool:
-    """Whether it is an exact multiple, for any digits; Decimal's `%` fails after 28 digits."""
+    """Return whether `number` is a multiple, exactly; Decimal's `%` fails after 28 digits."""
     units, exponent, num_digits = _units(number)
     step_units, step_exponent, _ = _units(step)
     shift = exponent - step_exponent

@@ -1,15 +1,15 @@
-"""What a file is that people send by mistake for one of an adapter, and what to do then."""
+"""Recognise files that people upload by mistake, and say what to do."""
 
 from __future__ import annotations
 
-#: What mlx-lm calls its tensors; its configuration is an adapter_config.json, too.
+#: The name of mlx-lm's tensors file; mlx-lm also calls its configuration adapter_config.json.
 MLX_FILE = "adapters.safetensors"
 MLX_ADAPTER = (
     "it is an adapter of mlx-lm: run `lorikeet adapters convert FOLDER`, and upload the folder "
     "that it writes"
 )
 BIN_FILE = "adapter_model.bin"
-#: How to convert adapter_model.bin to a file that runs no code when it is read.
+#: Code that converts adapter_model.bin to a file that runs no code when it is read.
 CONVERT_BIN = (
     "convert it where you trust it: import torch, safetensors.torch as st; "
     'st.save_file({k: v.clone().contiguous() for k, v in torch.load("adapter_model.bin", '
@@ -35,6 +35,6 @@ _KINDS = (
 
 
 def other_kind(start: bytes) -> str | None:
-    """Say what a file is that begins so, and what to do; None if that is unknown."""
+    """Say what kind of file begins with these bytes, and what to do; None if unknown."""
     lower = start[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return next((f"it is {kind}" for magic, kind in _KINDS if lower.startswith(magic)), None)

@@ -1,4 +1,4 @@
-"""One cause that many tensors of an adapter do not fit for: another vocabulary, rank or layers.
+"""Find one cause that explains many misfitting tensors: another vocabulary, rank or layers.
 
 Each is told in one sentence, before what else is wrong; its tensors need no sentences of their own.
 """
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Faults:
-    """The faults of one adapter. Those of one kind are one sentence: the first, and how many."""
+    """The faults of one adapter; those of one kind become one sentence: the first, and a number."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []
@@ -35,7 +35,7 @@ class Faults:
         self._found.append(Problem(CONFIG_FILE, field, message))
 
     def complain_of(self, name: str, message: str, kind: str) -> None:
-        """Note that a tensor is wrong in a way that many may be."""
+        """Add a fault that many tensors may share."""
         self.add_alike(Problem(TENSORS_FILE, shown(name), message), kind)
 
     def add_alike(self, problem: Problem, kind: str) -> None:
@@ -43,19 +43,21 @@ class Faults:
 
     @property
     def problems(self) -> list[Problem]:
-        """Return a new list: first what one sentence says alone."""
+        """Return the problems, first those that are one sentence by themselves."""
         told = list(self._found)
         for first, *others in self._alike.values():
             message = first.message
             if others:
                 message += (
-                    "; so with 1 other" if len(others) == 1 else f"; so with {len(others)} others"
+                    "; 1 other has the same fault"
+                    if len(others) == 1
+                    else f"; {len(others)} others have the same fault"
                 )
             told.append(Problem(first.file, first.field, message))
         return told
 
 
-#: Which axis of a tensor runs along the vocabulary.
+#: Index of a tensor's axis that runs along the vocabulary.
 _VOCABULARY_AXIS: Mapping[Key, int] = {
     (EMBEDDING, "lora_embedding_A"): 1,
     **dict.fromkeys(((HEAD, "lora_B.weight"), (HEAD, BIAS), (HEAD, MAGNITUDE)), 0),
@@ -66,7 +68,7 @@ _VOCABULARY_AXIS: Mapping[Key, int] = {
 def vocabulary_problem(
     unfit: Mapping[Key, Shape], needed: Mapping[Key, Shape]
 ) -> tuple[Problem | None, set[Key]]:
-    """Return that the adapter has another vocabulary than the base, and the tensors that say so.
+    """Return a problem if the vocabularies differ, and the tensors that show it.
 
     unfit   shapes of the tensors that do not fit
     needed  shapes that would
@@ -82,7 +84,7 @@ def vocabulary_problem(
             continue
         explained.add(key)
         message = (
-            f"its vocabulary has {shape[axis]} tokens, and the base model's has {need[axis]}: "
+            f"its vocabulary has {shape[axis]} tokens, but the base model has {need[axis]}: "
             "choose the base model that it was trained on, with the tokens that were added to it"
         )
         problem = problem or Problem(TENSORS_FILE, f"{PREFIX}{'.'.join(key)}", message)
@@ -92,7 +94,7 @@ def vocabulary_problem(
 def rank_problem(
     unfit: Mapping[Key, Shape], needed: Mapping[Key, Shape], adapted: AdaptedModules
 ) -> tuple[Problem | None, set[Key]]:
-    """Return that matrices have other ranks than the config gives them, and those matrices.
+    """Return a problem if matrices have other ranks than the config says, and those matrices.
 
     Other arguments as in `vocabulary_problem`
     """
@@ -109,9 +111,9 @@ def rank_problem(
     pairs = {(adapted.rank(module), rank) for module, rank in ranks.items()}
     field = "rank_pattern" if module in adapted.ranks else "r"
     of = f" for {module}" if len(pairs) > 1 or field == "rank_pattern" else ""
-    others = f" (so with {len(ranks) - 1} other modules)" if of and ranks.keys() - {module} else ""
+    others = f" (and for {len(ranks) - 1} other modules)" if of and ranks.keys() - {module} else ""
     message = (
-        f"it is {adapted.rank(module)}{of}, and the tensors have rank {rank}{others}: upload the "
+        f"it is {adapted.rank(module)}{of}, but the tensors have rank {rank}{others}: upload the "
         f"{CONFIG_FILE} that was saved with them"
     )
     explained = {(module, part) for module in ranks for part in matrices(module)}
@@ -124,9 +126,9 @@ def layers_problem(
     adapted: AdaptedModules,
     layers: Mapping[str, int | None],
 ) -> Problem | None:
-    """Return that the file has tensors of fewer layers than the config asks for; None: not so.
+    """Return a problem if the file has tensors of fewer layers than the config asks for; else None.
 
-    absent  modules of which the file has no tensor
+    absent  modules without a tensor in the file
     there   modules that are complete
     layers  of all modules
     """
@@ -138,7 +140,7 @@ def layers_problem(
         return None
     names = sorted({module.rpartition(".")[2] for module in there})
     fix = f'"layers_to_transform": {json.dumps(present)}'
-    if not config.target_names:  # an expression, with which PEFT takes no layers
+    if not config.target_names:  # an expression: PEFT then takes no layers
         fix = f'"target_modules": {json.dumps(names)}, {fix}'
     count = "1 layer" if len(present) == 1 else f"{len(present)} layers"
     message = f"the file has tensors of {count} alone: write {fix}"

@@ -24,7 +24,7 @@ _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{_OFFSET
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _MAILBOX = r"[A-Za-z0-9_%+-]{1,31}(?:\.[A-Za-z0-9_%+-]{1,31}){0,1}"
 
-#: Formats that are narrower than the decoder's own: a calendar has no 30th of February.
+#: Formats that are narrower than the decoder's own: no calendar has a 30th of February.
 PATTERNS: Final = {
     "date": _DATE,
     "time": _TIME,
@@ -46,12 +46,12 @@ _POINTER_TEXT = re.compile(PATTERNS["json-pointer"], re.DOTALL)
 
 
 def is_date(text: str) -> bool:
-    """Whether it is a day of the calendar, as RFC 3339 writes it."""
+    """Return whether the text is a date of the calendar, as RFC 3339 writes it."""
     return _DATE_TEXT.fullmatch(text) is not None
 
 
 def is_time(text: str) -> bool:
-    """Whether it is a time of RFC 3339, with its offset; a leap second ends a day of UTC."""
+    """Return whether the text is a time of RFC 3339 with an offset, perhaps a leap second."""
     found = _TIME_TEXT.fullmatch(text)
     if found is None:
         return False
@@ -61,17 +61,17 @@ def is_time(text: str) -> bool:
 
 
 def is_date_time(text: str) -> bool:
-    """Whether it is a date and a time of RFC 3339."""
+    """Return whether the text is a date and time of RFC 3339."""
     return text[10:11] in ("T", "t") and is_date(text[:10]) and is_time(text[11:])
 
 
 def is_json_pointer(text: str) -> bool:
-    """Whether it is a pointer of RFC 6901."""
+    """Return whether the text is a pointer of RFC 6901."""
     return _POINTER_TEXT.fullmatch(text) is not None
 
 
 def is_regex(text: str) -> bool:
-    """Whether it is a regular expression of ECMA-262, also one that is not supported here."""
+    """Return whether the text is a regular expression of ECMA-262, supported here or not."""
     try:
         parse(text)
     except BadPattern as error:

@@ -1,4 +1,4 @@
-"""What the inspector's child process is told, and the bounds of what it answers.
+"""The job of the inspector's child process, and the bounds of its answer.
 
 The control plane runs `python -m worker.inspect_adapter JOB.json` with the job below. The child
 prints one JSON object: `reference`, what PEFT computes on the probe's prompts, and `doctor`, what
@@ -14,19 +14,19 @@ from pathlib import Path
 
 #: The `endpoint` of a probe's requests: they are neither billed nor shown as their tenant's.
 PROBE_ENDPOINT = "probe"
-#: Prompts of a probe, and tokens of each.
+#: Number of prompts in a probe, and of tokens in each.
 MAX_PROMPTS = 5
 MAX_PROMPT_TOKENS = 32
-#: Of the last position, so many of the likeliest tokens are compared.
+#: Number of likeliest tokens that are compared at the last position.
 TOP = 5
-#: Of the child's answer.
+#: Largest answer of the child, in bytes.
 MAX_ANSWER_BYTES = 4 << 20
 _MAX_JOB_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectJob:
-    """What to inspect: the content of JOB.json.
+    """The adapter and the base to inspect: the content of JOB.json.
 
     adapter_dir   with adapter_config.json and adapter_model.safetensors
     memory_bytes  the most memory that the process may take for data; None: no limit

@@ -1,4 +1,4 @@
-"""What a batch of trainings is given to score a new version by, and what it says: files.
+"""Files through which a batch of trainings scores a new version.
 
     JUDGE_DIR/cases.jsonl                 what they are of (`Given`), then a line for each case
     JUDGE_DIR/adapter_config.json         of the version that is live,
@@ -29,10 +29,10 @@ MAX_CASES = 2000
 MAX_CASES_BYTES = 32 << 20
 MAX_SCORES_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
-#: Passes of one run's cases take so long at most, and they are begun at most so long after the run
-#: has ended, if others' are before them. Serving workers are asked for what takes longer.
+#: Longest time that the passes of one run's cases take, and longest wait for other runs' cases
+#: before them. What takes longer is asked of serving workers.
 MOST_S, MOST_WAIT_S = 120.0, 600.0
-#: Of one expected answer.
+#: Largest number of tokens in one expected answer.
 MAX_TOKENS = 1 << 20
 #: The least log-probability that a token is given, as serving's: JSON has no -inf.
 LEAST_LOGPROB = -9999.0
@@ -40,17 +40,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 _REVISION = re.compile(r"[\x21-\x7e]{1,64}", re.ASCII)
 
-#: The log-probability of an expected answer, and its tokens; (None, 0): it has none to score.
+#: The log-probability of an expected answer and its number of tokens; (None, 0) without tokens.
 Score = tuple[float | None, int]
 
 
 class BadJudgingFile(ValueError):
-    """A file is none of these; the message says why."""
+    """A file that does not have this format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the files in JUDGE_DIR are of; the scores repeat it.
+    """The versions that the files in JUDGE_DIR belong to; the scores repeat them.
 
     suite_version  the id of the suite's version
     live_digest    of the version that is live, `contract.protocol.adapter_digest`
@@ -107,7 +107,7 @@ class BatchScores:
         _check(self.digest, "digest", _SHA256)
         _check(self.cases_sha256, "cases_sha256", _SHA256)
         if not 1 <= len(self.candidate) == len(self.live) <= MAX_CASES:
-            raise BadJudgingFile("it has not one score a case for each adapter")
+            raise BadJudgingFile("it must have one score for each case and adapter")
 
 
 def cases_sha256(lines: Iterable[bytes]) -> str:
@@ -126,17 +126,17 @@ def write_cases(folder: Path, given: Given, answers: Iterable[ExpectedAnswer]) -
 
 
 def read_cases(folder: Path) -> Cases:
-    """Return what is to be scored. Raises BadJudgingFile, OSError."""
+    """Return the cases to score. Raises BadJudgingFile, OSError."""
     first, *lines = _read(folder / CASES_FILE, MAX_CASES_BYTES).splitlines(keepends=True)
     if not 1 <= len(lines) <= MAX_CASES:
-        raise BadJudgingFile(f"it has {len(lines)} cases, not 1 to {MAX_CASES}")
+        raise BadJudgingFile(f"it has {len(lines)} cases instead of 1 to {MAX_CASES}")
     given = Given(**_fields(first, "suite_version", "live_digest", "base_revision"))
     answers = []
     for line in lines:
         fields = _fields(line, "expected", "messages")
         is_chat = isinstance(fields["messages"], list) and isinstance(fields["expected"], str)
         if not is_chat or not all(isinstance(message, dict) for message in fields["messages"]):
-            raise BadJudgingFile("a case is no chat")
+            raise BadJudgingFile("a case is not a chat")
         answers.append(ExpectedAnswer(fields["messages"], fields["expected"]))
     return Cases(given=given, answers=answers, sha256=cases_sha256(lines))
 
@@ -152,7 +152,7 @@ def write_scores(folder: Path, scores: BatchScores | str) -> None:
 
 
 def read_scores(folder: Path) -> BatchScores | str | None:
-    """Return the scores beside an adapter, why there are none, or None: nobody was to score it.
+    """Return the scores, or why there are none; None if nobody was asked to score the adapter.
 
     Raises BadJudgingFile, OSError.
     """
@@ -164,11 +164,11 @@ def read_scores(folder: Path) -> BatchScores | str | None:
     if fields.keys() == {"reason"}:
         reason = fields["reason"]
         if not isinstance(reason, str) or not reason.isprintable():
-            raise BadJudgingFile("its reason is no line of text")
+            raise BadJudgingFile("its reason is not a line of text")
         return reason[:MAX_REASON_CHARS]
     fields = _fields(text, "given", "digest", "cases_sha256", "candidate", "live")
     if not isinstance(fields["given"], dict):
-        raise BadJudgingFile("`given` is no object")
+        raise BadJudgingFile("`given` is not an object")
     given = json.dumps(fields["given"]).encode()
     return BatchScores(
         given=Given(**_fields(given, "suite_version", "live_digest", "base_revision")),
@@ -180,14 +180,14 @@ def read_scores(folder: Path) -> BatchScores | str | None:
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes; what it is a link to is not read, and no pipe is waited for."""
+    """Return a file's bytes. Links are not followed, and a pipe is not waited for."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise BadJudgingFile("it is no file")
+            raise BadJudgingFile("it is not a file")
         text = opened.read(max_bytes + 1)
     if not 1 <= len(text) <= max_bytes:
-        raise BadJudgingFile(f"it has not 1 to {max_bytes} bytes")
+        raise BadJudgingFile(f"its size must be 1 to {max_bytes} bytes")
     return text
 
 
@@ -207,24 +207,24 @@ def _fields(text: bytes, *names: str) -> dict[str, Any]:
 
 def _check(value: Any, name: str, form: re.Pattern[str]) -> None:
     if not isinstance(value, str) or not form.fullmatch(value):
-        raise BadJudgingFile(f"`{name}` has another form")
+        raise BadJudgingFile(f"`{name}` has the wrong type")
 
 
 def _scores(given: Any) -> tuple[Score, ...]:
     if not isinstance(given, list) or len(given) > MAX_CASES:
-        raise BadJudgingFile("it has no list of scores")
+        raise BadJudgingFile("it needs a list of scores")
     return tuple(_score(each) for each in given)
 
 
 def _score(given: Sequence[Any]) -> Score:
     if not isinstance(given, list) or len(given) != 2:
-        raise BadJudgingFile("a score is no pair")
+        raise BadJudgingFile("a score is not a pair")
     logprob, num_tokens = given
     if logprob is None and type(num_tokens) is int and num_tokens == 0:
         return None, 0
     if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_TOKENS:
-        raise BadJudgingFile("a score has not 1 or more tokens")
-    # Written so that what compares with nothing is refused.
+        raise BadJudgingFile("a score needs 1 or more tokens")
+    # Written so that NaN, which fails every comparison, is refused.
     if type(logprob) not in (int, float) or not num_tokens * LEAST_LOGPROB <= logprob <= 0:
         raise BadJudgingFile("a log-probability is out of range")
     return float(logprob), num_tokens

@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 from types import FunctionType
 from typing import Any
 
-#: Loggers that LORIKEET_LOG_LEVEL is for. At DEBUG libraries write headers and addresses with
-#: signatures, and SQL with its values, so theirs never go below INFO.
+#: The packages whose loggers LORIKEET_LOG_LEVEL sets. At DEBUG, libraries write headers, signed
+#: addresses and the values of SQL, so theirs never go below INFO.
 OWN_LOGGERS = ("controlplane", "contract", "worker", "engine", "kernels")
 FORMATS = ("json", "console")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -38,7 +38,7 @@ def levels(level: str) -> tuple[str, str]:
 
 
 def log_uncaught() -> None:
-    """Have loggers write what Python writes to standard error in lines of its own.
+    """Send to loggers what Python would write to standard error in several lines.
 
     These are exceptions that end a thread, and those that nobody can catch, of destructors.
     Hooks that somebody else has set stay.
@@ -58,6 +58,6 @@ def _log_thread(args: threading.ExceptHookArgs) -> None:
 
 def _log_unraisable(args: sys.UnraisableHookArgs) -> None:
     event = args.err_msg or "exception ignored"
-    # No `repr` of the object: it may be half destroyed, or hold what a log must not.
+    # No `repr` of the object: it may be half destroyed, or contain secrets.
     named = args.object if isinstance(args.object, FunctionType) else type(args.object)
     _logger.error(event, exc_info=args.exc_value, extra={"where": named.__qualname__})

@@ -11,20 +11,31 @@ from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-#: The longest text in a line; the rest is cut.
+#: Longest text in a line; the rest is cut.
 MAX_CHARS = 4000
-#: The most items of a list or dictionary in a line.
+#: Largest number of items of a list or dictionary in a line.
 _MAX_ITEMS = 100
 
-#: Fields whose values are secrets, or what people said; nothing of ours logs them.
+#: Fields whose values are secrets or people's texts; our own code never logs them.
 NEVER_LOGGED = frozenset(
     (
-        *("password", "secret", "token", "authorization", "cookie", "api_key", "signature"),
-        *("prompt", "messages", "answer", "content", "text", "body"),
+        "password",
+        "secret",
+        "token",
+        "authorization",
+        "cookie",
+        "api_key",
+        "signature",
+        "prompt",
+        "messages",
+        "answer",
+        "content",
+        "text",
+        "body",
     )
 )
 
-#: Addresses that contain a secret token; Django and uvicorn write them to the log.
+#: Addresses that contain a secret token: Django and uvicorn write them to the log.
 _ADDRESS = re.compile(
     r"(/console/(?:invites|account/password/reset/key|account/confirm-email)/)[^\s/?\\\"'<]+"
 )
@@ -45,17 +56,17 @@ _CREDENTIALS = re.compile(
 )
 _URL_PASSWORD = re.compile(r"(://[^\s/:@\"']*:)[^\s/@\"']+(?=@)")
 _HUB_TOKEN = re.compile(r"\b(hf_)[A-Za-z0-9]{16,}")
-#: What PostgreSQL and pydantic quote of the data that they refuse.
+#: Parts of messages in which PostgreSQL and pydantic quote the data that they refuse.
 _ROW = re.compile(r"((?:Failing row contains|Key \([^)]*\)=) ?\().*", re.DOTALL)
 _INPUT = re.compile(r"(\binput_value=).*")
 _SHAPES = (
     *(_ADDRESS, _PARAMETER, _API_KEY, _CREDENTIALS, _URL_PASSWORD, _HUB_TOKEN),
     *(_ROW, _INPUT),
 )
-#: A text without any of these has none of the shapes, which are slower to look for.
+#: Fast test: a text without any of these contains no secret, so the slower patterns are skipped.
 _SUSPECT = re.compile(r"[%=@]|lk|/console/|bearer|basic|hf_|row contains", re.IGNORECASE)
 
-#: They would move a terminal's cursor, or begin a line that nobody logged.
+#: Control characters: they could move a terminal's cursor, or fake a new line of the log.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _LINE_BREAK = re.compile(r"[\t\n]")
 

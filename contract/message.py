@@ -53,10 +53,10 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRef(Message):
-    """One adapter of a request: where its files are, and its weight."""
+    """One adapter of a request: the location of its files, and its weight."""
 
     digest: str  # `adapter_digest`, hex
     config_key: str  # S3 key of adapter_config.json
     tensors_key: str  # S3 key of adapter_model.safetensors
-    num_bytes: int  # of the tensors file
+    num_bytes: int  # size of the tensors file
     weight: float = 1.0

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-#: A key of rank_pattern or alpha_pattern; target_modules or exclude_modules as an expression.
+#: Longest key of rank_pattern or alpha_pattern; longest expression of target_modules or
+#: exclude_modules.
 MAX_KEY_CHARS = 256
 MAX_PATTERN_CHARS = 2048
-#: Of all patterns of an adapter together; 2,048 full names take about 100,000.
+#: Largest number of steps for all patterns of an adapter; 2,048 full names take about 100,000.
 MAX_STEPS = 300_000
 _MAX_DEPTH = 40
 
@@ -31,7 +32,7 @@ _Value = TypeVar("_Value")
 
 
 class BadPattern(Exception):
-    """The pattern is no regular expression, or not one that can be matched in bounded time."""
+    """The pattern is not a regular expression, or not one that can be matched in bounded time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class _Choice:
 @dataclass(frozen=True, slots=True)
 class _Repeat:
     low: int
-    high: int | None  # None: any number
+    high: int | None  # None: without a limit
     inner: _Node
 
 
@@ -102,7 +103,7 @@ def _read(text: str, whole: str, max_chars: int) -> _Node:
     try:
         parsed = _parser.parse(whole)
     except (re.error, OverflowError, RecursionError) as error:
-        raise BadPattern(f"is no regular expression: {error}") from error
+        raise BadPattern(f"is not a regular expression: {error}") from error
     if parsed.state.flags & ~re.UNICODE.value:
         raise BadPattern("sets flags inside, which is not supported")
     return _node(parsed, 0)
@@ -129,7 +130,7 @@ def _item(kind: str, value: Any, depth: int) -> _Node:
             return _Choice(tuple(_node(branch, depth) for branch in value[1]))
         case "SUBPATTERN" if not value[1] and not value[2]:
             return _node(value[3], depth)
-        case "MAX_REPEAT" | "MIN_REPEAT":  # they differ in which way is tried first
+        case "MAX_REPEAT" | "MIN_REPEAT":  # they differ only in which way is tried first
             low, high, inner = value
             limit = None if str(high) == "MAXREPEAT" else int(high)
             return _Repeat(int(low), limit, _node(inner, depth))
@@ -137,13 +138,16 @@ def _item(kind: str, value: Any, depth: int) -> _Node:
             return _At(str(value))
         case "ASSERT" | "ASSERT_NOT":
             direction, inner = value
-            if direction < 0 and len(set(inner.getwidth())) > 1:  # as Python has it
-                raise BadPattern("is no regular expression: a look-behind of changing length")
+            if direction < 0 and len(set(inner.getwidth())) > 1:  # Python has the same rule
+                raise BadPattern(
+                    "is not a regular expression: a look-behind must have a fixed length"
+                )
             return _Look(_node(inner, depth), direction < 0, kind == "ASSERT_NOT")
     raise BadPattern(_REFUSED.get(kind, f"uses {kind.lower().replace('_', ' ')}"))
 
 
-@functools.lru_cache(maxsize=256)  # most patterns are names: a node for each letter, not each place
+# most patterns are names: keep one node for each letter, not for each place
+@functools.lru_cache(maxsize=256)
 def _literal(code: int, is_negated: bool) -> _Chars:
     return _Chars((("LITERAL", code),), is_negated)
 
@@ -237,7 +241,7 @@ class ModuleNames:
         count = 0
         while at and count < node.low:
             after = self._run(node.inner, at, back)
-            if after == at:  # so it stays, however often
+            if after == at:  # nothing new: the set would not change again
                 break
             at, count = after, count + 1
         if node.high is None and isinstance(node.inner, _Chars) and not back:
@@ -282,6 +286,6 @@ def _has(kind: str, value: Any, character: str) -> bool:
         return bool(ord(character) == value)
     if kind == "RANGE":
         return bool(value[0] <= ord(character) <= value[1])
-    name = str(value)  # of a category, such as CATEGORY_NOT_DIGIT
+    name = str(value)  # a category, such as CATEGORY_NOT_DIGIT
     is_in = re.match(_CATEGORIES[name.rsplit("_", 1)[-1]], character) is not None
     return is_in != ("_NOT_" in name)

@@ -19,7 +19,7 @@ def work(described: dict[str, Any], files: list[BinaryIO]) -> dict[str, Any]:
 
 
 def is_found(pattern: str, text: str) -> bool:
-    """Whether a pattern is found in a text. Its time is not bounded here."""
+    """Return whether a pattern is found in a text. Its time is not bounded here."""
     # Python writes the end of a text as \Z, other engines as \z; words are ASCII's.
     written = read_pattern(pattern).search.replace(r"\z", r"\Z")
     return re.search(written, text, re.ASCII) is not None

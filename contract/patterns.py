@@ -25,9 +25,10 @@ from contract.ecma_regex import (
 from contract.unicode_properties import LAST, complement, merged
 
 MAX_PATTERN_CHARS = 256
-#: The most that all counts of a pattern multiply to: RE2's limit.
+#: Largest product of all counts of a pattern: RE2's limit.
 MAX_REPEATED = 1000
-#: The most ranges of code points, each as often as it is repeated: RE2 takes 100 bytes for one.
+#: Largest number of code point ranges, counted once for each repetition: RE2 takes 100 bytes for
+#: one.
 MAX_RANGES = 70_000
 
 #: Surrogates of UTF-16, which no text has.
@@ -94,7 +95,7 @@ def texts_of(pattern: str, most: int) -> list[str] | None:
 
 
 def whole_nodes(pattern: str) -> list[tuple[Node, ...]]:
-    """Return the alternatives of the texts in which a pattern is found, whole.
+    """Return the alternatives of the texts in which a pattern is found, each as a whole text.
 
     The pattern may be one that was written here. Raises BadPattern; anchors inside are left in.
     """
@@ -129,7 +130,7 @@ _Sequence = tuple[Node, ...]
 
 
 def _between_anchors(nodes: _Sequence) -> tuple[_Sequence, bool, bool]:
-    """Return an alternative's nodes between its anchors, and whether each end has one."""
+    """Return an alternative's nodes between its anchors, and whether each end has an anchor."""
     has_start = has_end = False
     while nodes and nodes[0] == Assertion("^"):
         nodes, has_start = nodes[1:], True
@@ -232,7 +233,7 @@ def _repeated(ends: list[str], low: int, high: int, most: int) -> list[str] | No
         before, texts = texts, list(dict.fromkeys(text + end for text in texts for end in ends))
         if times >= low:
             found |= dict.fromkeys(texts)
-        if texts == before:  # there is nothing but the empty text
+        if texts == before:  # only empty texts are left to repeat
             break
     return list(found)
 
@@ -241,7 +242,7 @@ def _repeated(ends: list[str], low: int, high: int, most: int) -> list[str] | No
 def _class(ranges: tuple[tuple[int, int], ...]) -> str:
     known = merged(complement([*complement(list(ranges)), _SURROGATES]))
     if not known:
-        raise BadPattern("has a class that no character is in")
+        raise BadPattern("has a class that contains no character")
     spans = [
         _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}" for low, high in known
     ]
@@ -255,7 +256,7 @@ def _others(codes: list[int]) -> str:
 
 def _character(code: int) -> str:
     if _SURROGATES[0] <= code <= _SURROGATES[1]:
-        raise BadPattern("has half a character")
+        raise BadPattern("has half of a surrogate pair")
     return _escaped(code)
 
 
@@ -273,8 +274,9 @@ def other_than(texts: list[str]) -> str:
 
 
 def not_beginning_with(prefix: str, *, after: str) -> str:
-    """Return the regular expression of every text, whole, that does not begin with `prefix`, nor
-    with one of the characters `after` and then `prefix`."""
+    """Return the regular expression of every whole text that does not begin with `prefix`.
+
+    It may also not begin with one of the characters `after` and then `prefix`."""
     blanks = [ord(character) for character in after]
     first = ord(prefix[0])
     ways = [_others([*blanks, first]) + _ANYTHING]
@@ -284,7 +286,7 @@ def not_beginning_with(prefix: str, *, after: str) -> str:
 
 
 def _excluding(texts: list[str], *, is_prefix: bool) -> str:
-    """A text may part from each of `texts` at any character, or end before them."""
+    """Return an expression of texts that part from each of `texts` at any character, or end."""
     tails: dict[str, list[str]] = {}
     for text in texts:
         if text:

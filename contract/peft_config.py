@@ -23,9 +23,9 @@ from contract.strict_json import read_object
 
 FILE = "adapter_config.json"
 MAX_RANK = 256
-#: Keys of rank_pattern, and of alpha_pattern.
+#: Largest number of keys of rank_pattern, and of alpha_pattern.
 MAX_PATTERNS = 2048
-#: What PEFT's LoraConfig has for an adapter_config.json that leaves them out.
+#: Defaults of PEFT's LoraConfig for keys that an adapter_config.json leaves out.
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
 _BIAS_MODES = ("none", "all", "lora_only")
@@ -35,7 +35,7 @@ _MAX_LAYERS = 1000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", re.ASCII)
 _ALL_LINEAR = "all-linear"
 
-#: What modules_to_save and trainable_token_indices may name -> its dotted path.
+#: Names that modules_to_save and trainable_token_indices may contain -> the module's dotted path.
 _WITH_ROWS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
 SAVE_FIELD, TOKENS_FIELD = "modules_to_save", "trainable_token_indices"
 
@@ -57,7 +57,7 @@ class Limits:
     is_strict: bool
 
 
-#: Beyond 1e38 fp32, in which adapters are scaled, has no numbers.
+#: Beyond 1e38 an alpha has no fp32 number, and adapters are scaled in fp32.
 ENGINE_LIMITS = Limits(max_bytes=1 << 20, max_alpha=1e38, is_strict=False)
 UPLOAD_LIMITS = Limits(max_bytes=64 << 10, max_alpha=1e6, is_strict=True)
 
@@ -69,7 +69,7 @@ class LoraConfig:
     target_modules  names or an expression; None if missing
     layers          None: all
     saved           modules that are replaced whole, by their dotted paths
-    token_ids       modules of which the rows of these tokens are replaced
+    token_ids       module -> the tokens whose rows are replaced
     """
 
     raw: dict[str, Any]
@@ -125,7 +125,7 @@ class LoraConfig:
         found = _matching(names, self.target_modules, modules)
         if self.layers is None or isinstance(self.target_modules, Pattern):
             return found
-        # A full path counts in whatever layer it is.
+        # A full path counts in every layer.
         return frozenset(
             name for name in found if modules[name] in self.layers or name in self.target_modules
         )
@@ -133,7 +133,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdaptedModules:
-    """The modules of one base that a config adapts; `ranks` and `alphas` that are not its own."""
+    """The modules of one base that a config adapts, and the ranks and alphas that differ."""
 
     config: LoraConfig
     targets: frozenset[str]
@@ -177,10 +177,10 @@ def load_json(text: bytes, max_bytes: int) -> dict[str, Any]:
         raise _bad_file(kind)
     try:
         raw = read_object(text)
-        # A lone surrogate can be written in JSON, but neither stored nor hashed.
+        # JSON can contain a lone surrogate, but it can be neither stored nor hashed.
         json.dumps(raw, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise _bad_file("it has a lone surrogate, which is no character") from error
+        raise _bad_file("it has a lone surrogate, which is not a character") from error
     except ValueError as error:
         raise _bad_file(f"it {error}") from error
     return raw
@@ -192,7 +192,7 @@ def _bad_file(message: str) -> AdapterProblems:
 
 def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
     """Check a config. Raises AdapterProblems with everything that is wrong in it."""
-    if raw.get("peft_type") != "LORA":  # then the other fields are another method's
+    if raw.get("peft_type") != "LORA":  # the other fields belong to another method
         raise AdapterProblems([Problem(FILE, *other_method(raw))])
     reader = _Reader(raw, limits)
     reader.refuse_unsupported()
@@ -241,11 +241,13 @@ class _Reader:
         init = raw.get("init_lora_weights", True)
         # As PEFT's LoraConfig has it.
         if raw.get("lora_bias") and raw.get("use_dora"):
-            self._complain("lora_bias", "it does not go together with use_dora")
+            self._complain("lora_bias", "it cannot be combined with use_dora: turn one of them off")
         if raw.get("lora_bias") and not isinstance(init, bool):
             self._complain("lora_bias", "it needs init_lora_weights to be true or false")
         if init == "mica" and raw.get("use_dora"):
-            self._complain("init_lora_weights", "mica does not go together with use_dora")
+            self._complain(
+                "init_lora_weights", "mica cannot be combined with use_dora: turn one of them off"
+            )
         if not isinstance(init, bool | str | None) or init not in PLAIN_INITS:
             self._complain("init_lora_weights", init_problem(init))
 
@@ -279,7 +281,7 @@ class _Reader:
         if isinstance(value, str):
             for other in ("layers_to_transform", "layers_pattern"):
                 if self._raw.get(other) not in (None, [], ""):
-                    message = "it goes with a list of target_modules only: say it there"
+                    message = "it works only with a list of target_modules"
                     self._complain(other, message)
             if value.lower() == _ALL_LINEAR:
                 return (_ALL_LINEAR,)
@@ -327,7 +329,9 @@ class _Reader:
 
     def layers(self) -> frozenset[int] | None:
         if self._raw.get("layers_pattern") not in (None, [], "", "layers", ["layers"]):
-            self._complain("layers_pattern", "it must be layers, or not be there")
+            self._complain(
+                "layers_pattern", "it must be a layer number or a list of them; otherwise remove it"
+            )
         value = self._raw.get("layers_to_transform")
         if value is None or value == []:
             return None
@@ -361,7 +365,7 @@ class _Reader:
                 continue
             is_list = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
             if not is_list or len(set(ids)) < len(ids):
-                self._complain(TOKENS_FIELD, f"{shown(name)} needs a list of tokens, none twice")
+                self._complain(TOKENS_FIELD, f"{shown(name)} needs a list of different tokens")
             elif path in found:
                 self._complain(TOKENS_FIELD, f"it names {path} twice")
             else:
@@ -371,5 +375,5 @@ class _Reader:
     def _with_rows(self, field: str, name: Any) -> str | None:
         path = _WITH_ROWS.get(name) if isinstance(name, str) else None
         if path is None:
-            self._complain(field, f"{shown(name)}: only embed_tokens and lm_head can be")
+            self._complain(field, f"{shown(name)}: only embed_tokens and lm_head are supported")
         return path

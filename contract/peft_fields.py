@@ -1,4 +1,4 @@
-"""What becomes of each key of an adapter_config.json: obeyed, neutral, or refused by one sentence.
+"""The effect of each key of an adapter_config.json: obeyed, neutral, or refused with a reason.
 
 The fields are those of peft 0.21's LoraConfig, and some that it ignores.
 """
@@ -30,7 +30,8 @@ IGNORED = frozenset({
     "metadata", "merge_weights", "swift_type", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",
 })  # fmt: skip
 _RETRAIN = "it is not supported: train without it"
-#: The other fields of LoraConfig, today's or of forks -> why they are refused, unless they are off.
+#: Other fields of LoraConfig, of this version or of forks -> why they are refused unless they are
+#: off.
 REFUSED = {
     "megatron_config": "it does nothing to this base model, and PEFT needs Megatron to read it: "
     "remove the key",
@@ -44,31 +45,34 @@ REFUSED = {
 _UNKNOWN = (
     "PEFT 0.21 does not know it: remove the key, or, if a newer PEFT needs it, train without it"
 )
-# After the others the base model is changed too, so the adapter's tensors are not all of it.
+# Initialisations that leave the base model unchanged. After any other, the adapter's tensors are
+# not the whole change.
 PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 _KNOWN = HONOURED | NEUTRAL | IGNORED | REFUSED.keys()
-#: Keys that tell mlx-lm's adapter_config.json.
+#: Keys that only mlx-lm's adapter_config.json has.
 _MLX_KEYS = frozenset({"fine_tune_type", "lora_parameters", "lora_layers"})
 
 
 def refusals(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) for what has an effect that is not supported, unless it is off or empty."""
+    """Yield (key, reason) for each key with an unsupported effect, unless it is off or empty."""
     unknown = [key for key, value in raw.items() if value and key not in _KNOWN]
     for key, why in REFUSED.items():
         if raw.get(key):
             yield key, why
     if unknown:
         others = len(unknown) - 1
-        many = f"; so with {others} other key{'s' if others > 1 else ''}" if others else ""
+        many = (
+            f"; the same holds for {others} other key{'s' if others > 1 else ''}" if others else ""
+        )
         yield unknown[0], _UNKNOWN + many
 
 
 def other_method(raw: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key, or "", and why a config that is not of a PEFT LoRA is refused."""
+    """Return the key, or "", and the reason why a config that is not of a PEFT LoRA is refused."""
     if "peft_type" not in raw and not _MLX_KEYS.isdisjoint(raw):
         if raw.get("fine_tune_type") == "full":
-            message = "mlx-lm trained the whole model, which is no adapter: train lora or dora"
+            message = "mlx-lm trained the whole model, not an adapter: train lora or dora"
             return "fine_tune_type", message
         return "", MLX_ADAPTER
     found = f"it is {shown(raw['peft_type'])}" if "peft_type" in raw else "it is missing"
@@ -76,7 +80,7 @@ def other_method(raw: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def init_problem(init: Any) -> str:
-    """Return why an initialisation is refused: it changes the base model, or PEFT has none such."""
+    """Return why an initialisation is refused: it changes the base model, or PEFT lacks it."""
     name = init if isinstance(init, str) else ""
     if name.startswith(_CONVERTIBLE_INITS):
         return (
@@ -88,4 +92,4 @@ def init_problem(init: Any) -> str:
             "loftq quantises the base model too, and PEFT cannot make a plain LoRA of it: train "
             "with init_lora_weights true, or merge the two and serve the result as a base model"
         )
-    return f"{shown(init)} is no initialisation of PEFT 0.21: upload the config that PEFT saved"
+    return f"{shown(init)} is not an initialisation of PEFT 0.21: upload the config that PEFT saved"

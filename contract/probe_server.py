@@ -19,16 +19,16 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-#: Prometheus's text format, which every version of it reads.
+#: Prometheus's text format, in the form that every version reads.
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-#: Requests at a time; more are not answered.
+#: Largest number of requests at a time; more are not answered.
 MAX_REQUESTS = 8
-#: For a client that sends nothing, or reads nothing.
+#: Seconds until a client that sends or reads nothing is dropped.
 CLIENT_TIMEOUT_S = 5.0
 
 
 class PortTaken(Exception):
-    """The server cannot listen; the message says where, and what to do."""
+    """The server cannot listen; the message says on which address, and what to do."""
 
 
 class ProbeServer:
@@ -66,7 +66,7 @@ class ProbeServer:
             self._server = _Server(address, Handler)
         except OSError as error:
             raise PortTaken(
-                f"metrics cannot be served at {address[0]}:{address[1]}: {error.strerror}. Set "
+                f"Cannot serve metrics at {address[0]}:{address[1]}: {error.strerror}. Set "
                 "LORIKEET_METRICS_PORT to a free port, or LORIKEET_METRICS_ADDRESS to an address "
                 "of this machine"
             ) from error

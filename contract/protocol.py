@@ -1,4 +1,4 @@
-"""What crosses a process boundary: messages, stream names, error codes. Standard library only.
+"""Messages, stream names and error codes between processes. Standard library only.
 
 Control plane and workers share this package and nothing else. Every message is a frozen dataclass,
 on the wire a JSON object: see `encode` and `decode`, which ignores unknown fields.
@@ -53,28 +53,29 @@ from contract.worker_messages import Tier as Tier
 INBOX_GROUP = "w"
 ACCOUNTANT_GROUP = "acct"
 GATEWAYS_KEY = "gw"
-#: The one field of every stream entry: the encoded message, or the packed list of them.
+#: The only field of every stream entry: the encoded message, or the packed list of messages.
 PAYLOAD_FIELD = b"m"
 
 HEARTBEAT_INTERVAL_S = 2.0
-#: A worker or gateway without a heartbeat for this long is dead.
+#: Seconds without a heartbeat after which a worker or gateway is dead.
 HEARTBEAT_TIMEOUT_S = 10.0
-#: A process that could not reach Redis for longer than this counts others' silence anew.
+#: A process that could not reach Redis for longer than this starts to measure others' silence
+#: again.
 MAX_UNWATCHED_S = 5.0
-#: A worker silent for less than this may be restarting: requests wait for it.
+#: Seconds of silence in which a worker may be restarting: its requests wait for it.
 WORKER_GRACE_S = 60.0
 WORKER_TTL_S = 120
-#: Dispatches of one request before it is given up as the cause of the crashes.
+#: Dispatches of one request after which it is given up as the cause of the crashes.
 MAX_ATTEMPTS = 2
 JOB_TTL_S = 24 * 3600
-#: How long the hash of a finished job stays, so that late events of it are refused.
+#: Seconds for which the hash of a finished job is kept, so that late events of it are refused.
 DONE_JOB_TTL_S = 600
 OUT_STREAM_MAX_LEN = 20_000
 OUT_STREAM_TTL_S = 600
 CONTROL_STREAM_MAX_LEN = 4_000  # more than a worker has requests that can be cancelled
 DEAD_LETTER_MAX_LEN = 10_000
 
-#: Around each call of a tool in a model's text: {"name": …, "arguments": …} stands between them.
+#: Marks around each call of a tool in a model's text; between them is {"name": …, "arguments": …}.
 CALL_BEGIN, CALL_END = "<tool_call>\n", "\n</tool_call>"
 
 
@@ -122,9 +123,9 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     WORKER_LOST = "worker_lost"
-    GIVEN_UP = "request_given_up"  # it ended MAX_ATTEMPTS workers
+    GIVEN_UP = "request_given_up"  # it crashed its workers MAX_ATTEMPTS times
     ADAPTER_QUARANTINED = "adapter_quarantined"
-    GRAMMAR_QUOTA = "grammar_quota_exceeded"  # of the tenant: new schemas cost too much
+    GRAMMAR_QUOTA = "grammar_quota_exceeded"  # the tenant's new schemas take too much time
     GRAMMAR_FAILED = "grammar_failed"  # an accepted grammar could not be followed to an end
     ANSWER_INVALID = "answer_invalid"  # the answer breaks its strict schema
     INTERNAL = "internal"
@@ -135,7 +136,7 @@ class Task(enum.StrEnum):
 
     GENERATE = "generate"
     TOKENIZE = "tokenize"  # its prompt's tokens
-    DETOKENIZE = "detokenize"  # the text of its `token_ids`
+    DETOKENIZE = "detokenize"  # the text of `token_ids`
 
 
 class FinishReason(enum.StrEnum):
@@ -147,7 +148,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(Message):
-    """How to choose tokens; the names and ranges are OpenAI's."""
+    """Sampling parameters of a request, with OpenAI's names and ranges."""
 
     max_tokens: int | None = None  # None: to the end of the context
     temperature: float = 1.0
@@ -159,12 +160,12 @@ class Sampling(Message):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0  # no end before so many
+    min_tokens: int = 0  # the answer cannot end before this number of tokens
     logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
-    logprobs: int | None = None  # None: off; k: the chosen token's and the k best
+    logprobs: int | None = None  # None: off; k: the chosen token's and the k best tokens'
     prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     ignore_eos: bool = False
-    speculation: bool = True  # whether tokens may be drafted, where a worker does so
+    speculation: bool = True  # False: the worker must not draft tokens for it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,42 +183,45 @@ class GenerateJob(Message):
     model: str  # the name the client used
     base_model: str
     task: str = Task.GENERATE  # the others generate nothing
-    special_tokens: bool = True  # which a text is given around it; for tokenizing alone, as is
-    generation_prompt: bool = True  # which a chat ends with
-    adapters: tuple[AdapterRef, ...] = ()  # none: the base model alone
+    # False: tokenize the text as it is, without special tokens around it
+    special_tokens: bool = True
+    generation_prompt: bool = True  # False: a chat does not end with the start of an answer
+    adapters: tuple[AdapterRef, ...] = ()  # empty: the base model alone
     adapter_version_id: str | None = None
-    alias_revision_id: str | None = None  # if its model is an alias
+    alias_revision_id: str | None = None  # set if its model is an alias
     alias_target: str | None = None  # "primary" or "canary": which of the alias's answers
     messages: tuple[dict[str, Any], ...] | None = None  # chat: rendered by the chat template
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
     n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
-    truncate: int | None = None  # of a prompt as text: only so many of its last tokens
+    truncate: int | None = None  # cut a prompt as text to its last tokens, at most this number
     template_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the template
-    room: int | None = None  # chat: the oldest messages are dropped until so many tokens are free
+    room: int | None = None  # chat: drop the oldest messages until this number of tokens is free
     echo: bool = False  # each choice's text begins with its prompt's
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     json_schema: str | None = None  # the answer must obey it; canonical JSON text
     decoding_schema: str | None = None  # for the decoder: the part of it that it can enforce
-    is_strict: bool = False  # an answer that breaks `json_schema` is a failure
+    is_strict: bool = False  # True: an answer that breaks `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
     grammar: str | None = None  # the whole answer must match it; Lark that we wrote
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
-    tool_schemas: tuple[str, ...] = ()  # of each tool: the schema of its arguments for the decoder
-    strict_tools: tuple[str, ...] = ()  # a call of these that breaks its schema is a failure
+    tool_schemas: tuple[str, ...] = ()  # the schema of each tool's arguments, for the decoder
+    # names of tools: a call of them that breaks its schema is a failure
+    strict_tools: tuple[str, ...] = ()
     tool_choice: str | None = None  # "auto", "required", or the one function's name after "="
     parallel_tool_calls: bool = True
     stream: bool = False
-    endpoint: str = ""  # the address it was sent to, for the log: "/v1/chat/completions"
-    client_request_id: str | None = None  # what its client calls it, for the log
-    token_details: bool = False  # with logprobs: TokenEvent.logprobs say more of each token
-    with_counts: bool = False  # of a stream: each event has `TokenEvent.so_far`
+    endpoint: str = ""  # the address of the request, for the log: "/v1/chat/completions"
+    client_request_id: str | None = None  # the client's own id of the request, for the log
+    # with logprobs: TokenEvent.logprobs have more fields for each token
+    token_details: bool = False
+    with_counts: bool = False  # streams only: each event has `TokenEvent.so_far`
     with_token_ids: bool = False  # events have the ids of the prompt and of their tokens
-    store: bool | None = None  # whether its texts may be logged; None: as its tenant chose
+    store: bool | None = None  # True: its texts may be logged; None: the tenant's setting decides
     is_batch: bool = False  # served after interactive requests
     created_at: float = 0.0  # Unix seconds
-    deadline: float | None = None  # Unix seconds; then it is given up
+    deadline: float | None = None  # Unix seconds; after it the request is given up
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
@@ -235,15 +239,15 @@ class GenerateJob(Message):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(Message):
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
     accepted_drafts: dict[str, int] | None = None  # by source; None: none
-    rejected_drafts: int = 0  # of no use, and not billed
+    rejected_drafts: int = 0  # they were wrong, and are not billed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent(Message):
-    """An event of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
+    """One event of one choice. `seq` counts 0, 1, 2 … per (request, lease) without gaps.
 
     The last event of a choice has `finish_reason`; the last of the request has `usage`, summed over
     the choices, or, when it failed, the reason "error" with `error_code` and `error_message`.
@@ -252,7 +256,7 @@ class TokenEvent(Message):
     request_id: str
     lease: int
     seq: int
-    index: int = 0  # of the choice
+    index: int = 0  # number of the choice
     text: str = ""
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; behind a
     #: raw prompt also "id", with `GenerateJob.token_details` "id", "special" and "text", what it
@@ -261,10 +265,13 @@ class TokenEvent(Message):
     logprobs: tuple[dict[str, Any], ...] | None = None
     #: With `Sampling.prompt_logprobs`, once for each choice: as `logprobs`, with "id" and "rank".
     prompt_logprobs: tuple[dict[str, Any], ...] | None = None
-    token_ids: tuple[int, ...] | None = None  # `with_token_ids`, and the answer of tokenizing
-    token_strs: tuple[str, ...] | None = None  # of tokenizing: their texts in the vocabulary
+    # tokens of the answer if `with_token_ids`, or the answer of tokenizing
+    token_ids: tuple[int, ...] | None = None
+    token_strs: tuple[str, ...] | None = None  # for tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
-    so_far: Usage | None = None  # `with_counts`: the choice's own prompt and tokens until here
+    # `with_counts`: the choice's own prompt and tokens so far In a request's first event and beside
+    # `usage`: how long it waited for its turn.
+    so_far: Usage | None = None
     #: In a request's first event and beside `usage`: how long it waited for its turn.
     queue_ms: float | None = None
     tier: str | None = None  # in the first event: where its slowest adapter was found, a Tier
@@ -290,7 +297,7 @@ class TokenEvent(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DoneRecord(Message):
-    """The one terminal record of a request, from which it is billed."""
+    """The only terminal record of a request, from which it is billed."""
 
     request_id: str
     tenant_id: str
@@ -307,21 +314,24 @@ class DoneRecord(Message):
     cached_tokens: int
     completion_tokens: int
     created_at: float  # Unix seconds, the gateway's
-    queue_ms: float  # accepted -> admitted by the engine
-    load_ms: float  # waiting for the adapter
-    first_token_ms: float | None  # accepted -> first token
-    total_ms: float  # accepted -> finished
+    queue_ms: float  # from acceptance to admission by the engine
+    load_ms: float  # wait for the adapter
+    first_token_ms: float | None  # from acceptance to the first token
+    total_ms: float  # from acceptance to the end
     stream: bool = False
     endpoint: str = ""
     is_batch: bool = False
-    weights: tuple[float, ...] = ()  # of the digests
-    sampling: dict[str, Any] | None = None  # what is not the default, without texts of the client
-    attempts: int | None = None  # how often workers took it up; with more than one some were lost
+    weights: tuple[float, ...] = ()  # one for each digest
+    # settings that differ from the defaults, without texts of the client
+    sampling: dict[str, Any] | None = None
+    # number of workers that took it; above one, earlier workers were lost
+    attempts: int | None = None
     alias_revision_id: str | None = None
     alias_target: str | None = None
     tier: str | None = None  # where its slowest adapter was found, a Tier; None: it has none
-    obeys_schema: bool | None = None  # whether its answers do; None: none was checked
-    drafts: dict[str, int] | None = None  # right ones by source, and "rejected"; None: no drafts
+    # True if its answers obey their schema; None: none was checked
+    obeys_schema: bool | None = None
+    drafts: dict[str, int] | None = None  # accepted ones by source, and "rejected"; None: no drafts
 
     @classmethod
     def of(cls, job: GenerateJob, **fields: Any) -> DoneRecord:
@@ -346,7 +356,7 @@ def unpack_events(payload: bytes) -> list[TokenEvent]:
 
 
 def canonical_json(value: Any) -> str:
-    """Write a JSON value in its one canonical form, for digests and cache keys."""
+    """Return a JSON value in its only canonical form, for digests and cache keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

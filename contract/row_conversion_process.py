@@ -20,7 +20,7 @@ def convert_rows(work: dict[str, Any], files: Sequence[BinaryIO]) -> dict[str, A
 
 
 def convert(content: bytes, *, max_bytes: int) -> dict[str, Any]:
-    """Convert rows; more than `max_bytes` of them are a problem."""
+    """Convert rows; a result of more than `max_bytes` bytes is a problem."""
     conversion, rows = Conversion(), bytearray()
     for line in conversion.lines(content.split(b"\n")):
         rows += line

@@ -1,4 +1,4 @@
-"""Check one row of a dataset, and bring it into the form in which serving hands a chat to a model.
+"""Check one row of a dataset, and convert it into the form in which serving gives chats to a model.
 
 A row is a chat, {"messages": […], "tools": […]}, as OpenAI defines it for fine-tuning, or a text
 and its continuation, {"prompt": "…", "completion": "…"}. Developers' messages become the system's,
@@ -36,20 +36,20 @@ from contract.tool_calls import CalledFunctions, read_arguments
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_LEARNED = "it is what is learned"
+_LEARNED = "it is the text to learn"
 _OBJECT = 'a JSON object, such as {"city": "Rome"}'
-# `channel` is what a loss is counted under elsewhere.
+# `channel` groups losses in other trainers.
 _CHAT_KEYS = ("messages", "tools", "system", "parallel_tool_calls", "weight", "channel")
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "function_call", *SWITCHES)
 
 
 class WrongRow(Exception):
-    """The row is none; the arguments are the field and the message."""
+    """The value is not a row; the arguments are the field and the message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row as a chat template, or a tokenizer, takes it.
+    """A row in the form that a chat template, or a tokenizer, takes.
 
     messages    of a chat; empty: the row is a completion
     learned     the places in `messages` of those that are learned, in order
@@ -70,7 +70,7 @@ class Row:
 
 @dataclasses.dataclass(slots=True)
 class _Calls:
-    """The functions of a chat, and those called so far, by the ids of the calls."""
+    """The functions of a chat, and those called so far by the ids of the calls."""
 
     functions: frozenset[str]
     called: CalledFunctions = dataclasses.field(default_factory=CalledFunctions)
@@ -132,7 +132,7 @@ def _completion(row: dict[str, Any]) -> Row:
 
 
 def _check_keys(where: str, given: dict[str, Any], known: Iterable[str]) -> None:
-    """Refuse a key that is not read, unless it is neutral or says nothing."""
+    """Refuse a key that is not read, unless it is neutral or has an empty value."""
     for name, value in given.items():
         if name not in known and name not in NEUTRAL and not says_nothing(value):
             field = f"{where}.{shown(name)}" if where else shown(name)
@@ -143,17 +143,17 @@ def _check_row_weight(weight: Any) -> None:
     if weight is not None and (type(weight) not in (int, float) or weight != 1):
         raise WrongRow(
             "weight",
-            "must be 1, since rows have none here: leave the row out, or give it several times",
+            "must be 1, because rows have no weights here: remove the row, or repeat it",
         )
 
 
 def _system(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the message that a `system` beside the messages is."""
+    """Return the message for a `system` key beside the messages."""
     if says_nothing(system) or system == "":
         return []
     first = messages[0].get("role") if isinstance(messages[0], dict) else None
     if first in ("system", "developer"):
-        raise WrongRow("system", "is beside a message of the system: write one of them")
+        raise WrongRow("system", "is given, and a message of the system too: remove one of them")
     return [{"role": "system", "content": _content("system", system, is_needed=True)}]
 
 
@@ -180,7 +180,7 @@ def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], b
     )
     if refused:
         if content:
-            raise WrongRow(f"{field}.refusal", "is beside a content: write one of them")
+            raise WrongRow(f"{field}.refusal", "is given, and a content too: remove one of them")
         content = _content(f"{field}.refusal", refused, is_needed=True)
     if role == "assistant" and not called and not content.strip():
         raise WrongRow(f"{field}.content", f"must not be empty: {_LEARNED}")
@@ -197,18 +197,18 @@ def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], b
 
 
 def _answered(field: str, message: dict[str, Any], calls: _Calls) -> dict[str, str]:
-    """Return which call a tool's message answers."""
+    """Return the call that a tool's message answers."""
     call_id = message.get("tool_call_id")
     name = calls.called.name_of(call_id)
     if name is None:
         raise WrongRow(f"{field}.tool_call_id", "must be the id of an earlier tool call")
     if message.get("name") not in (None, "", name):
-        raise WrongRow(f"{field}.name", f"must be that of the function that was called, {name}")
+        raise WrongRow(f"{field}.name", f"must be the name of the called function, {name}")
     return {"tool_call_id": str(call_id), "name": name}
 
 
 def _is_learned(field: str, role: str, message: dict[str, Any]) -> bool:
-    """Return what a message's `weight` says, or another trainer's name for it."""
+    """Return whether a message is learned, by its `weight` or another trainer's name for it."""
     said = {name: message[name] for name in SWITCHES if message.get(name) is not None}
     for name, value in said.items():
         if name in BOOLEAN_SWITCHES and not isinstance(value, bool):
@@ -218,7 +218,10 @@ def _is_learned(field: str, role: str, message: dict[str, Any]) -> bool:
         if value and role != "assistant":
             raise WrongRow(f"{field}.{name}", "is allowed only in the assistant's messages")
     if len({bool(value) for value in said.values()}) > 1:
-        raise WrongRow(field, f"says both that it is learned and that it is not: {', '.join(said)}")
+        raise WrongRow(
+            field,
+            f"contradicts another key about whether the message is learned: {', '.join(said)}",
+        )
     return role == "assistant" and all(said.values())
 
 
@@ -268,7 +271,9 @@ def _calls(field: str, given: Any, calls: _Calls, *, is_learned: bool) -> list[d
         arguments = read_arguments(text)  # as serving does, of what it is given
         if is_learned:
             if name not in calls.functions:
-                raise WrongRow(f"{where}.function.name", "must be that of one of the row's tools")
+                raise WrongRow(
+                    f"{where}.function.name", "must be the name of one of the row's tools"
+                )
             arguments, is_unwrapped = _learned_arguments(place, text)
             calls.unwrapped += [place] if is_unwrapped else []
         told = {"name": name, "arguments": arguments}
@@ -278,7 +283,7 @@ def _calls(field: str, given: Any, calls: _Calls, *, is_learned: bool) -> list[d
 
 
 def _learned_arguments(field: str, text: str) -> tuple[dict[str, Any], bool]:
-    """Return the object that a learned call's arguments are, and whether it was encoded twice.
+    """Return the arguments of a learned call as an object, and whether they were encoded twice.
 
     Serving makes a model write an object: nothing else may be learned.
     """
@@ -288,7 +293,7 @@ def _learned_arguments(field: str, text: str) -> tuple[dict[str, Any], bool]:
             value = read_value(value)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise WrongRow(field, "has half of a surrogate pair, which is no character") from None
+        raise WrongRow(field, "has half of a surrogate pair, which is not a character") from None
     except ValueError as error:
         told = str(error).partition(":")[0]
         raise WrongRow(field, f"must be {_OBJECT}: it {told}") from None
@@ -320,7 +325,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         _check_keys(where, tool, ("type", "function"))
         name = _function_name(f"{where}.function.name", function)
         if name in names:
-            raise WrongRow(f"{where}.function.name", "is that of another tool, too")
+            raise WrongRow(f"{where}.function.name", "is also the name of another tool")
         names.add(name)
         read.append({"type": "function", "function": _function(f"{where}.function", function)})
     return tuple(read)

@@ -30,7 +30,7 @@ class Tensor(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # of its bytes, from the start of the file
+    begin: int  # offset of the first byte from the start of the file
     end: int
 
 
@@ -42,7 +42,8 @@ def header_length(start: bytes, file_bytes: int, max_bytes: int) -> int:
     if len(start) < LENGTH_BYTES or file_bytes < LENGTH_BYTES:
         raise _bad(_other_kind(start) or "it is too short for a safetensors file")
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    # Only now: a good file begins with its header's length, and 640 is also how a pickle begins.
+    # Checked only now: a valid file begins with its header's length, and a pickle also begins with
+    # 640.
     if length > max_bytes:
         raise _bad(
             _other_kind(start)
@@ -55,7 +56,7 @@ def header_length(start: bytes, file_bytes: int, max_bytes: int) -> int:
 
 
 def _other_kind(start: bytes) -> str | None:
-    """Say what the file is instead, and what to do; None if unknown."""
+    """Return a description of another kind of file, and what to do; None if unknown."""
     if start.startswith(b"{"):
         return "it is a JSON file: save the adapter with safe_serialization=True"
     return other_kind(start)
@@ -79,7 +80,7 @@ def read_header(start: bytes, file_bytes: int, max_bytes: int) -> tuple[Tensor, 
         raise _bad(f"its header {error}") from error
     _check_metadata(entries.pop("__metadata__", {}))
     if not entries:
-        raise _bad("it holds no tensor")
+        raise _bad("it contains no tensor")
     data_begin = LENGTH_BYTES + length
     tensors = sorted(
         (_tensor(name, entry, data_begin) for name, entry in entries.items()),
@@ -117,7 +118,9 @@ def _tensor(name: str, entry: Any, data_begin: int) -> Tensor:
     begin, end = offsets
     if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         size = end - begin
-        raise _bad(f"it has {size} bytes, which its shape {list(shape)} of {dtype} is not", name)
+        raise _bad(
+            f"it has {size} bytes, which its shape {list(shape)} of {dtype} does not need", name
+        )
     return Tensor(name, dtype, shape, data_begin + begin, data_begin + end)
 
 

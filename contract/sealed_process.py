@@ -27,12 +27,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
-#: The exit code when memory ran out.
+#: Exit code of the child when memory ran out.
 OUT_OF_MEMORY = 3
-#: The most bytes of the description of the work, which the parent writes to standard input.
+#: Largest description of the work that the parent writes to standard input, in bytes.
 MAX_WORK_BYTES = 1 << 20
 
-#: Does the work on open files, and returns what is sent as JSON.
+#: A function that works on open files and returns the answer to send as JSON.
 Work = Callable[[dict[str, Any], list[BinaryIO]], dict[str, Any]]
 
 # Numbers of linux/audit.h and of each architecture's asm/unistd.h: read, write, close, lseek,
@@ -83,7 +83,7 @@ def serve(work: Work) -> None:
 
 
 def _seal(prctl: Any, memory_bytes: int, cpu_s: int) -> list[str]:
-    """Take this process's rights for good. -> the walls that the kernel has."""
+    """Take this process's rights away, which cannot be undone. -> the walls that the kernel has."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     for limit, soft, hard in (
@@ -99,7 +99,7 @@ def _seal(prctl: Any, memory_bytes: int, cpu_s: int) -> list[str]:
 
 
 def _filter_calls(prctl: Any) -> bool:
-    """Let the kernel refuse all other system calls. -> False where it cannot."""
+    """Make the kernel refuse all other system calls. -> False where it cannot."""
     if platform.machine() not in _CALLS:
         return False
     program = _program(*_CALLS[platform.machine()])

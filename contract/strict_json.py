@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: Of values that a chat template writes: it calls itself for each level.
+#: Deepest nesting of values for a chat template, which calls itself for each level.
 MAX_DEPTH = 64
 
 
@@ -53,7 +53,7 @@ def read_array(text: str) -> Iterator[Any]:
         if text[at : at + 1] != ",":
             break
     if text[at : at + 1] != "]" or text[at + 1 :].strip():
-        raise ValueError("is not JSON: an array is not ended, or goes on")
+        raise ValueError("is not JSON: an array does not end correctly")
 
 
 def _after_blanks(text: str, at: int) -> int:
@@ -73,7 +73,7 @@ def _parsed(parse: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects lie in each other more than MAX_DEPTH deep."""
+    """Return whether lists and objects lie in each other more than MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -17,7 +17,7 @@ _V = TypeVar("_V")
 
 
 class TenantCache(Generic[_K, _V]):
-    """The entries used last. Safe to use from several threads.
+    """The entries used most recently. Safe to use from several threads.
 
     size  most entries of all tenants together. When there are more, the tenant that has the most
           gives up the one that it has not used for longest: a flood of one tenant's displaces its
@@ -26,7 +26,7 @@ class TenantCache(Generic[_K, _V]):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # By tenant, the one that came longest ago first; and so its entries.
+        # Tenant -> its entries, the least recently used first.
         self._entries: OrderedDict[str, OrderedDict[_K, _V]] = OrderedDict()
         self._num_entries = 0
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class TenantCache(Generic[_K, _V]):
         return self._num_entries
 
     def get(self, tenant_id: str, key: _K) -> _V | None:
-        """Return what this tenant has put under the key; None if it is not there."""
+        """Return this tenant's value of the key; None if it has none."""
         with self._lock:
             own = self._entries.get(tenant_id)
             if own is None or key not in own:
@@ -45,7 +45,7 @@ class TenantCache(Generic[_K, _V]):
             return own[key]
 
     def put(self, tenant_id: str, key: _K, value: _V) -> None:
-        """Keep a tenant's value under the key, in place of an earlier one."""
+        """Store a tenant's value of the key, in place of an earlier one."""
         with self._lock:
             own = self._entries.setdefault(tenant_id, OrderedDict())
             self._num_entries += key not in own

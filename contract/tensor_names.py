@@ -1,4 +1,4 @@
-"""The names of an adapter's tensors: which module each belongs to, and which of its tensors it is.
+"""Map the names of an adapter's tensors to modules and to their parts.
 
 A name is the path that the tensor has in PEFT's model: PEFT ignores any other.
 """
@@ -11,10 +11,11 @@ from contract.base_shape import EMBEDDING
 from contract.file_kinds import MLX_ADAPTER
 
 PREFIX = "base_model.model."
-# The tensors of a module: those of LoRA; one that is there whole, and some of its rows.
+# Parts of a module: LoRA's tensors, a whole matrix, and some of its rows.
 MAGNITUDE, BIAS = "lora_magnitude_vector", "lora_B.bias"
 MATRIX, ROWS = "weight", "token_adapter.trainable_tokens_delta"
-# What PEFT repeats beside them: the base's own matrix, under four names, and what it saved whole.
+# Tensors that PEFT repeats: the base's own matrix, under four names, and matrices that it saved
+# whole.
 BESIDE_LORA, BESIDE_ROWS = "base_layer.weight", "token_adapter.base_layer.weight"
 BESIDE_SAVED, SAVED_AGAIN = "original_module.weight", "modules_to_save.weight"
 WHOLE = (MATRIX, BESIDE_LORA, BESIDE_ROWS, BESIDE_SAVED, SAVED_AGAIN)
@@ -44,7 +45,7 @@ def matrices(module: str) -> tuple[str, str]:
 
 
 def key_of(name: str) -> Key | None:
-    """Return the module and which of its tensors a name means; None if it is no adapter's."""
+    """Return the module and the part that a name means; None if it is not an adapter's name."""
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         return None
@@ -52,7 +53,7 @@ def key_of(name: str) -> Key | None:
     if part is None:
         whole = ROWS if match["rows"] else SAVED_AGAIN if match["saved"] else match["whole"]
         return None if match["layer"] else (module, whole)
-    if part == MAGNITUDE:  # ".weight" comes and goes with PEFT's version, but not behind ".default"
+    if part == MAGNITUDE:  # ".weight" depends on PEFT's version, but never follows ".default"
         is_known = match["leaf"] == ".weight" or not (match["leaf"] or match["adapter"])
         return (module, part) if is_known else None
     part += match["leaf"]

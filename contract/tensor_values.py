@@ -11,7 +11,9 @@ _SCAN_BYTES = 1 << 20  # a multiple of every dtype's size
 
 
 def tensors_with_nonfinite(file: BinaryIO, tensors: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """Yield the tensors with a NaN or an infinity: a number whose exponent bits are all ones."""
+    """Yield the tensors that contain a NaN or an infinity.
+
+    The exponent bits of both are all ones."""
     for tensor in tensors:
         file.seek(tensor.begin)
         left = tensor.end - tensor.begin
@@ -40,8 +42,8 @@ def _has_nonfinite(piece: bytes, dtype: str) -> bool:
         return len(high.translate(None, _F16_HIGH)) != len(high)
     if len(high.translate(None, _F32_HIGH)) == len(high):
         return False
-    # The exponent's last bit is the first bit of the next byte; the other seven are all ones in a
-    # finite number near 1e38, too.
+    # The exponent's last bit is the first bit of the next byte; its other seven bits are all ones
+    # in a finite number near 1e38, too.
     after = piece[step - 2 :: step]
     both = int.from_bytes(high.translate(_IS_F32_HIGH)) & int.from_bytes(
         after.translate(_IS_F32_NEXT)

@@ -18,7 +18,7 @@ from typing import Any
 from contract.protocol import CALL_BEGIN, CALL_END
 from contract.strict_json import is_too_deep
 
-#: What may stand before the first call.
+#: Characters that may stand before the first call.
 BLANKS = " \t\n\r"
 _BEGIN, _END = CALL_BEGIN.strip(), CALL_END.strip()
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]{1,64})"\s*,\s*"arguments"\s*:\s*')
@@ -42,24 +42,24 @@ def read_arguments(text: str) -> Any:
 class CalledFunctions:
     """The functions that a conversation has called so far, by the ids of their calls.
 
-    Some clients count the calls of each message anew, so an id means its latest call.
+    Some clients number the calls of each message from the start, so an id means its latest call.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
 
     def add(self, calls: Iterable[Mapping[str, Any]]) -> None:
-        """Take in a message's calls, in the form for a chat template."""
+        """Add a message's calls, in the form for a chat template."""
         self._names |= {call["id"]: call["function"]["name"] for call in calls}
 
     def name_of(self, call_id: Any) -> str | None:
-        """Return the function that a tool's result is of; None: no call has the id."""
+        """Return the function that produced a tool's result; None: no call has the id."""
         return self._names.get(call_id) if isinstance(call_id, str) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What some text adds to the message's content, or to call number `call`.
+    """A piece of text for the message's content, or for call number `call`.
 
     name  of the function, in a call's first piece
     """
@@ -81,7 +81,7 @@ class CallReader:
         self._is_in_string = self._is_escaped = False
 
     def feed(self, text: str) -> list[Piece]:
-        """Return what more text adds; the end of it waits if it may be part of a mark."""
+        """Return what more text adds; the text's end is held back if it may be part of a mark."""
         self._unread += text
         pieces: list[Piece] = []
         while True:
@@ -91,12 +91,12 @@ class CallReader:
                 return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what waited, at the end of the text."""
+        """Return the text that was held back, at the end of the answer."""
         is_text = self._state in (self._at_start, self._in_text)
         text, self._unread = self._unread, ""
         return [Piece(text)] if text and is_text else []
 
-    # The states: each reads what it can, and sets `_state` to the next
+    # The states: each reads its part, and sets `_state` to the next one
 
     def _at_start(self) -> Iterator[Piece]:
         text = self._unread.lstrip(BLANKS)

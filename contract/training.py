@@ -49,14 +49,19 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyperparameters:
-    """How to train. Raises JobError naming the first value that is wrong."""
+    """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
     rank: int = 16
     alpha: float = 32.0
     #: Names of linear layers inside the decoder layers.
     target_modules: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     )
     epochs: float = 1.0
     max_steps: int | None = None  # ends training early, or repeats the data to get there
@@ -66,7 +71,7 @@ class Hyperparameters:
     max_length: int = 512  # tokens of a row; a longer one is an error unless `truncate`
     truncate: bool = False  # cut longer rows
     seed: int = 0
-    validation_share: float = 0.0  # of the prompts, to validate with
+    validation_share: float = 0.0  # share of the prompts to validate with
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
@@ -144,7 +149,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What to train, from which data, to which folder: the content of JOB.json."""
+    """The model to train, its data and its output folder: the content of JOB.json."""
 
     base_model_dir: Path
     dataset: Path
@@ -175,7 +180,7 @@ class TrainJob:
 
     @property
     def has_validation(self) -> bool:
-        """Whether some rows are kept to validate with."""
+        """Return whether some rows are kept to validate with."""
         return self.validation_dataset is not None or self.hyperparameters.validation_share > 0
 
     @classmethod

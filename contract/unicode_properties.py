@@ -9,7 +9,7 @@ import unicodedata
 Ranges = list[tuple[int, int]]
 
 LAST = 0x10FFFF
-#: Short names of general categories and their long ones, as ECMA-262 writes both.
+#: Short names of general categories -> long names, as ECMA-262 writes both.
 _CATEGORIES = {
     "C": "Other", "Cc": "Control cntrl", "Cf": "Format", "Cn": "Unassigned", "Co": "Private_Use",
     "Cs": "Surrogate", "L": "Letter", "LC": "Cased_Letter", "Ll": "Lowercase_Letter",
@@ -27,7 +27,7 @@ _SHORT = {name: short for short, names in _CATEGORIES.items() for name in [short
 
 
 def property_ranges(expression: str) -> Ranges | None:
-    r"""Return the code points of `\p{expression}`; None for a property that is not known."""
+    r"""Return the code points of `\p{expression}`; None for an unknown property."""
     name, equals, value = expression.rpartition("=")
     if equals and name not in ("gc", "General_Category"):
         return None

@@ -81,7 +81,7 @@ def check_adapter(
 
 
 def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Problem]:
-    """Report names in target_modules that the base does not have; PEFT ignores them."""
+    """Report names in target_modules that the base does not have: PEFT ignores them."""
     modules = [module for module, _, _ in base.modules()]
     known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
     return [

@@ -21,7 +21,7 @@ from contract.sealed_process import serve
 from contract.tensor_values import tensors_with_nonfinite
 from contract.upload_check import CheckedAdapter, check_adapter
 
-#: Problems of one answer.
+#: Largest number of problems in one answer.
 MAX_PROBLEMS = 20
 
 
@@ -64,7 +64,7 @@ def _check(work: dict[str, Any], config: BinaryIO, tensors: BinaryIO) -> Checked
 
 
 def _start(tensors: BinaryIO) -> bytes:
-    """Return the file up to the end of its header, or of the longest that may be."""
+    """Return the beginning of the file: to the end of its header, or as long as a header may be."""
     length = tensors.read(LENGTH_BYTES)
     return length + tensors.read(min(int.from_bytes(length, "little"), UPLOAD_MAX_BYTES))
 

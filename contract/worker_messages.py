@@ -1,4 +1,4 @@
-"""What a worker is told, and what it says of itself: ControlMessage and Heartbeat."""
+"""ControlMessage and Heartbeat: orders to a worker, and its reports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Control(enum.StrEnum):
     CANCEL = "cancel"
     DRAIN = "drain"
     RESUME = "resume"  # end a drain whose requests still run
-    WAKE = "poke"  # there is something to pull; the word of older versions
+    WAKE = "poke"  # there is work to pull
     FORGET = "forget"  # an adapter was deleted: `digest`
-    PREFETCH = "prefetch"  # have `adapter` in `tier` before a request needs it
+    PREFETCH = "prefetch"  # load `adapter` into `tier` before a request needs it
     PIN_PREFIX = "pin_prefix"  # keep the KV of `system_prompt` with `adapters`, as `prefix`
 
 
 class Tier(enum.StrEnum):
-    """Where a worker has an adapter, the fastest first."""
+    """The place where a worker has an adapter; the fastest place is first."""
 
     GPU = "gpu"  # in the arena, also on a CPU
     HOST = "host"
@@ -32,12 +32,12 @@ class Tier(enum.StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 is the fastest."""
+        """Return 0 for the fastest tier, 1 for the next, and so on."""
         return list(Tier).index(self)
 
 
-#: A heartbeat names so many adapters of host memory and of the disk, the newest, by so many of the
-#: digest's characters.
+#: Largest number of digests of host memory, and of the disk, in a heartbeat (the newest), and the
+#: length to which each digest is cut.
 MAX_TOLD = 512
 TOLD_CHARS = 16
 
@@ -49,11 +49,11 @@ class ControlMessage(Message):
     digest: str | None = None
     adapter: AdapterRef | None = None
     tier: str = Tier.GPU  # or HOST
-    tenant_id: str = ""  # whose quota a prefetch counts in
-    pin_s: float = 0.0  # it stays on the GPU for so long, unless it is asked for again
+    tenant_id: str = ""  # the tenant whose quota a prefetch counts in
+    pin_s: float = 0.0  # seconds that the adapter stays on the GPU, unless it is requested again
     prefix: str = ""  # names one tenant's adapters, weights and system prompt
-    adapters: tuple[AdapterRef, ...] = ()  # of the prefix
-    system_prompt: str = ""  # empty: the worker's heartbeat has the prefix
+    adapters: tuple[AdapterRef, ...] = ()  # adapters of the prefix
+    system_prompt: str = ""  # empty: the worker's heartbeat already has the prefix
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
@@ -73,29 +73,30 @@ class Heartbeat(Message):
     base_revision: str
     device: str
     version: int = PROTOCOL_VERSION
-    step: int = 0  # engine steps so far; an engine with requests and no steps is stuck
+    step: int = 0  # engine steps so far; an engine with requests but without new steps is stuck
     running: int = 0
     waiting: int = 0
     max_running: int = 0
     free_pages: int = 0
     num_pages: int = 0
     resident_digests: tuple[str, ...] = ()
-    pinned_digests: tuple[str, ...] = ()  # of these, those that stay
-    kept_prefixes: tuple[str, ...] = ()  # names of those whose KV stays and is computed
-    host_digests: tuple[str, ...] = ()  # as `told` writes them
+    pinned_digests: tuple[str, ...] = ()  # those of gpu_digests that are pinned
+    kept_prefixes: tuple[str, ...] = ()  # names of prefixes whose KV is computed and kept
+    host_digests: tuple[str, ...] = ()  # shortened by `told`
     disk_digests: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     draining: bool = False
     loading: bool = False  # the engine is not ready, and nothing is pulled yet
     started_at: float = 0.0
-    controls: tuple[str, ...] = ()  # what it understands of `Control`; older workers do not say
+    # actions of `Control` that it understands
+    controls: tuple[str, ...] = ()
 
     def tier_of(self, digest: str) -> Tier:
         """Return the fastest tier in which this worker has an adapter."""
         return _tier(digest, self.resident_digests, self.host_digests, self.disk_digests)
 
     def tiers_of(self, digests: Iterable[str]) -> dict[str, Tier]:
-        """Return the same of many adapters, by digest."""
+        """Return the fastest tier of each of many adapters, by digest."""
         where = set(self.resident_digests), set(self.host_digests), set(self.disk_digests)
         return {digest: _tier(digest, *where) for digest in digests}
 
@@ -110,5 +111,5 @@ def _tier(digest: str, gpu: Collection[str], host: Collection[str], disk: Collec
 
 
 def told(digests: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the newest digests, the last of the given ones, as a heartbeat has them."""
+    """Return the newest digests, which are the last ones, in the form of a heartbeat."""
     return tuple(digest[:TOLD_CHARS] for digest in digests[-MAX_TOLD:])

@@ -55,10 +55,11 @@ def client_of(state: DemoState, tenant: TenantState) -> openai.AsyncOpenAI:
 
 async def ask_everybody(state: DemoState) -> list[Answer]:
     """Send one streamed request to each tenant's adapter, all at the same time."""
-    return await asyncio.gather(*(_ask_streamed(state, tenant) for tenant in state.tenants))
+    return await asyncio.gather(*(ask_streamed(state, tenant) for tenant in state.tenants))
 
 
-async def _ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
+async def ask_streamed(state: DemoState, tenant: TenantState) -> Answer:
+    """Send one streamed request to a tenant's adapter."""
     messages = score.heldout(tenant.slug)[0]["messages"]
     async with client_of(state, tenant) as client:
         started = time.monotonic()

@@ -30,12 +30,17 @@ class ManagementClient:
 
     def upload_adapter(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
         """Make the PEFT folder the adapter's next version and return it once it is ready."""
+        number = self.send_adapter(name, folder, base_model=base_model)
+        return self.wait_until_ready(name, number)
+
+    def send_adapter(self, name: str, folder: Path, *, base_model: str) -> int:
+        """Make the PEFT folder the adapter's next version. -> its number; it is not checked yet."""
         version = self.begin_upload(name, folder, base_model=base_model)
         for file in FILES:
             self.put_file(version["uploads"][file], folder / file)
-        path = f"adapters/{name}/versions/{version['number']}"
-        self.call("POST", f"{path}/complete")
-        return self._wait_until_ready(path)
+        number: int = version["number"]
+        self.call("POST", f"adapters/{name}/versions/{number}/complete")
+        return number
 
     def begin_upload(self, name: str, folder: Path, *, base_model: str) -> dict[str, Any]:
         """State the files' lengths; the answer has a presigned URL for each."""
@@ -58,7 +63,9 @@ class ManagementClient:
                 advice="see .demo/stack/logs/seaweedfs.log",
             )
 
-    def _wait_until_ready(self, path: str) -> dict[str, Any]:
+    def wait_until_ready(self, name: str, number: int) -> dict[str, Any]:
+        """Wait until a version that was sent is checked, and return it. Raises StepFailed."""
+        path = f"adapters/{name}/versions/{number}"
         give_up_at = time.monotonic() + VALIDATION_TIMEOUT_S
         while time.monotonic() < give_up_at:
             version = self.call("GET", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,14 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 Report = Callable[[float, str], None]  # (share done, what is going on)
+#: A log file gets a line at least this often.
+QUIET_S = 8.0
 
 
 class Screen:
-    """Prints a line for each finished step, and a bar or a spinner for the current one."""
+    """Prints a line for each finished step, and a bar or a spinner for the current one.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Where it is not a terminal, a line every `quiet_s` says that a step still goes on.
+    """
+
+    def __init__(self, console: Console | None = None, quiet_s: float = QUIET_S) -> None:
         # No markup and no emoji: the models' answers are printed unchanged.
         self.console = console or Console(highlight=False, markup=False, emoji=False)
+        self._quiet_s = quiet_s
 
     def print(self, text: str = "", *, style: str | None = None) -> None:
         self.console.print(text, style=style, soft_wrap=True)
@@ -26,7 +33,7 @@ class Screen:
     def step(self, title: str) -> Iterator[None]:
         """Show a step of unknown length."""
         started = time.monotonic()
-        with self.console.status(title) if self.console.is_terminal else contextlib.nullcontext():
+        with self.console.status(title) if self.console.is_terminal else self._lines(title):
             yield
         self._done(title, started)
 
@@ -36,7 +43,7 @@ class Screen:
         started = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
         if not self.console.is_terminal:
-            with self._milestones(title) as report:
+            with self._lines(title) as report:
                 yield report
         else:
             with Progress(
@@ -47,18 +54,26 @@ class Screen:
         self._done(title, started)
 
     @contextlib.contextmanager
-    def _milestones(self, title: str) -> Iterator[Report]:
-        """Print a line for each quarter, for a log file."""
-        reached = 0
+    def _lines(self, title: str) -> Iterator[Report]:
+        """Print a line every `quiet_s` with what was reported last, for a log file."""
+        started, told = time.monotonic(), ""
+        has_ended = threading.Event()
 
         def report(share: float, note: str) -> None:
-            nonlocal reached
-            quarter = int(share * 4)
-            if reached < quarter < 4:
-                reached = quarter
-                self.print(f"  {title}: {share:.0%} {note}")
+            nonlocal told
+            told = f"{share:.0%} {note}, "
 
-        yield report
+        def print_lines() -> None:
+            while not has_ended.wait(self._quiet_s):
+                self.print(f"  {title}: {told}{time.monotonic() - started:.0f} s so far")
+
+        printing = threading.Thread(target=print_lines, daemon=True)
+        printing.start()
+        try:
+            yield report
+        finally:
+            has_ended.set()
+            printing.join()
 
     def _done(self, title: str, started: float) -> None:
         self.print(f"✓ {title} ({time.monotonic() - started:.1f} s)")

@@ -31,27 +31,25 @@ def manage(env: Mapping[str, str], *argv: str, stdin: str = "") -> str:
     return result.stdout
 
 
-def migrate(env: Mapping[str, str]) -> None:
-    with Commands(env) as commands:
-        commands.run("migrate", "--no-input", "--verbosity=0")
-        commands.run("collectstatic", "--no-input", "--verbosity=0")
+def migrate(commands: Commands) -> None:
+    commands.run("migrate", "--no-input", "--verbosity=0")
+    commands.run("collectstatic", "--no-input", "--verbosity=0")
 
 
-def seed(env: Mapping[str, str], state: DemoState, base_model_dir: Path) -> None:
+def seed(commands: Commands, state: DemoState, base_model_dir: Path) -> None:
     """Make the operator, the base model, and each tenant with an admin and a key.
 
     Can be run again after it failed half-way; keys already made are kept.
     """
-    with Commands(env) as commands:
-        commands.run(
-            "operator_create",
-            f"--email={state.operator_email}",
-            "--password-stdin",
-            stdin=state.operator_password + "\n",
-        )
-        commands.run("base_model_add", str(base_model_dir))
-        for tenant in state.tenants:
-            _seed_tenant(commands, tenant)
+    commands.run(
+        "operator_create",
+        f"--email={state.operator_email}",
+        "--password-stdin",
+        stdin=state.operator_password + "\n",
+    )
+    commands.run("base_model_add", str(base_model_dir))
+    for tenant in state.tenants:
+        _seed_tenant(commands, tenant)
 
 
 def _seed_tenant(commands: Commands, tenant: TenantState) -> None:

@@ -1,7 +1,7 @@
 """Train the tenants' adapters by their schedules, together, on the platform's own trainer.
 
-The schedules are made, and run once, before the platform starts: its trainer finds both runs and
-trains them in one batch.
+The schedules are made, and run once, before the trainer starts: it finds both runs and trains them
+in one batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from demo.data.jobs import HYPERPARAMETERS
 from demo.errors import StepFailed
 from demo.screen import Report
 from demo.seed import ROOT
-from demo.state import DemoState, TenantState
+from demo.state import TenantState
 from worker.base_model import PACKAGED_MODEL
 
 #: Every night at half past two; a night without new rows is skipped.
@@ -28,47 +28,36 @@ CRON, TIMEZONE = "30 2 * * *", "Europe/Berlin"
 TIMEOUT_S = 1800.0
 
 
-def schedule(env: Mapping[str, str], tenants: list[TenantState]) -> None:
+def schedule(commands: Commands, tenants: list[TenantState]) -> None:
     """Upload each tenant's rows, set its adapter's schedule, and run it once. Raises StepFailed."""
-    with Commands(env) as commands:
-        for tenant in tenants:
-            rows = ROOT / "demo" / "data" / f"{tenant.slug}.jsonl"
-            of_tenant, name = f"--tenant={tenant.slug}", f"{tenant.adapter}-rows"
-            commands.run("dataset_add", of_tenant, f"--name={name}", str(rows))
-            commands.run(
-                *("schedule_set", of_tenant, f"--adapter={tenant.adapter}", f"--dataset={name}"),
-                *(f"--base-model={PACKAGED_MODEL}", f"--cron={CRON}", f"--timezone={TIMEZONE}"),
-                f"--hyperparameters={json.dumps(HYPERPARAMETERS[tenant.slug])}",
-                "--run-now",
-            )
+    for tenant in tenants:
+        rows = ROOT / "demo" / "data" / f"{tenant.slug}.jsonl"
+        of_tenant, name = f"--tenant={tenant.slug}", f"{tenant.adapter}-rows"
+        commands.run("dataset_add", of_tenant, f"--name={name}", str(rows))
+        commands.run(
+            *("schedule_set", of_tenant, f"--adapter={tenant.adapter}", f"--dataset={name}"),
+            *(f"--base-model={PACKAGED_MODEL}", f"--cron={CRON}", f"--timezone={TIMEZONE}"),
+            f"--hyperparameters={json.dumps(HYPERPARAMETERS[tenant.slug])}",
+            "--run-now",
+        )
 
 
-def wait_until_trained(state: DemoState, report: Report) -> dict[str, dict[str, Any]]:
-    """Wait for the newest run of each adapter. -> each tenant's version. Raises StepFailed.
+def wait_until_trained(
+    client: ManagementClient, tenant: TenantState, report: Report
+) -> dict[str, Any]:
+    """Wait for the newest run of a tenant's adapter. -> its version. Raises StepFailed.
 
     A run that a stopped demo left goes on.
     """
-    clients = {each.slug: ManagementClient(state.base_url, each.api_key) for each in state.tenants}
     give_up_at = time.monotonic() + TIMEOUT_S
-    try:
-        while time.monotonic() < give_up_at:
-            runs = {
-                each.slug: _newest_run(clients[each.slug], each.adapter) for each in state.tenants
-            }
-            _report(runs, report)
-            if all(run["status"] == "succeeded" for run in runs.values()):
-                return {
-                    each.slug: clients[each.slug].call(
-                        "GET", f"adapters/{each.adapter}/versions/{runs[each.slug]['version']}"
-                    )
-                    for each in state.tenants
-                }
-            time.sleep(0.25)
-    finally:
-        for client in clients.values():
-            client.close()
+    while time.monotonic() < give_up_at:
+        run = _newest_run(client, tenant.adapter)
+        if run["status"] == "succeeded":
+            return client.call("GET", f"adapters/{tenant.adapter}/versions/{run['version']}")
+        report(*_how_far(run))
+        time.sleep(0.5)
     raise StepFailed(
-        f"the adapters were not trained within {TIMEOUT_S:.0f} s",
+        f"the adapter {tenant.adapter} was not trained within {TIMEOUT_S:.0f} s",
         advice="see .demo/logs/trainer.log",
     )
 
@@ -84,18 +73,15 @@ def _newest_run(client: ManagementClient, adapter: str) -> dict[str, Any]:
     return run
 
 
-def _report(runs: Mapping[str, Mapping[str, Any]], report: Report) -> None:
-    """Show the mean share of the steps that are done, and the run that is least far."""
-    progress = {tenant: run["progress"] for tenant, run in runs.items()}
-    shares = {
-        tenant: found.get("step", 0) / found["steps"] if found.get("steps") else 0.0
-        for tenant, found in progress.items()
-    }
-    tenant = min(shares, key=lambda each: shares[each])
-    found, note = progress[tenant], runs[tenant]["status"]
-    if found.get("loss") is not None:
-        note = f"{tenant} step {found['step']}/{found['steps']}  loss {found['loss']:.2f}"
-    report(sum(shares.values()) / len(shares), note)
+def _how_far(run: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the share of the steps that are done, and what is going on."""
+    if run["status"] == "publishing":
+        return 1.0, "trained, its files and its answers are checked"
+    found = run["progress"]
+    if found.get("loss") is None:
+        return 0.0, run["status"]
+    note = f"step {found['step']}/{found['steps']}  loss {found['loss']:.2f}"
+    return found["step"] / found["steps"], note
 
 
 def download(client: ManagementClient, adapter: str, number: int, folder: Path) -> None:

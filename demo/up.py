@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Coroutine
@@ -19,14 +18,22 @@ import openai
 
 from demo import ask, release, seed, training
 from demo.client import ManagementClient
+from demo.commands import Commands
 from demo.data import score
 from demo.errors import StepFailed
 from demo.platform import Platform, environment, mail_folder
-from demo.processes import log_tail, recorded_process, stop_leftover, write_pid_file
+from demo.processes import (
+    ChildProcess,
+    Command,
+    log_tail,
+    recorded_process,
+    stop_leftover,
+    write_pid_file,
+)
 from demo.screen import Screen
 from demo.seed import ROOT
 from demo.stack import EmbeddedStack, stop_stack
-from demo.state import DemoState, write_private
+from demo.state import DemoState, TenantState, write_private
 from demo.supervisor import Supervisor
 from worker.base_model import MANIFEST, PACKAGED_MODEL
 
@@ -67,6 +74,7 @@ class Demo:
         started = time.monotonic()
         self._claim_folder()
         state = DemoState.load(self._state_file)
+        converting = self._begin_conversion()  # beside the servers' start and the migrations
         with self.screen.step("PostgreSQL, Redis and SeaweedFS run"):
             stack = EmbeddedStack(self.folder / "stack")
             self._stopping.callback(stack.stop)
@@ -78,14 +86,32 @@ class Demo:
             base_model_dir=self.base_model_dir,
         )
         env["LORIKEET_TRAIN_BATCH"] = "8"  # both tenants' runs in one batch
-        self._convert_base_model(env)
-        self._seed(env, state)
-        self._schedule(env, state)
-        self._start_platform(env, state, stack)
-        self._train(state)
+        platform = Platform(env, folder=self.folder, port=state.web_port)
+        self._metrics_ports = platform.metrics_ports
+        with Commands(env) as commands:
+            with self.screen.step("Database migrated"):
+                seed.migrate(commands)
+            self._wait_for_conversion(converting)
+            self._stopping.callback(self._supervisor.stop)
+            for process in platform.processes:
+                if process is not platform.trainer:
+                    self._supervisor.start(process)
+            self._seed(commands, state)
+            self._schedule(commands, state)
+        self._supervisor.start(platform.trainer)  # last, so that it finds both runs
+        with self.screen.step("Web, worker, accountant, batch runner and Celery run"):
+            platform.wait_until_ready()
+        for server in stack.processes:
+            self._supervisor.watch(server)
+        self._supervisor.run_in_background()
+        acme, globex = state.tenants
+        self._train(state, globex)  # it is checked and asked while acme's still trains
+        self._show_first(state, globex)
+        self._train(state, acme)
+        sent = self._send_second_version(state)  # it is checked beside the measuring
         self._measure(state)
         self._show(state)
-        self._release(state)
+        self._release(state, sent)
         write_private(self.ready_file, state.ready(self._metrics_ports))
         self._greet(state, time.monotonic() - started)
 
@@ -108,31 +134,42 @@ class Demo:
         self._stopping.callback(self._pid_file.unlink, missing_ok=True)
         self._stopping.callback(self.ready_file.unlink, missing_ok=True)
 
-    def _convert_base_model(self, env: dict[str, str]) -> None:
+    def _begin_conversion(self) -> ChildProcess | None:
+        """Start the conversion of the packaged model; None if it was converted before."""
         if (self.base_model_dir / MANIFEST).exists():
+            return None
+        converting = ChildProcess(
+            "conversion",
+            Command(
+                argv=[sys.executable, "-m", "worker.base_model", f"--out={BASE_MODELS}"], cwd=ROOT
+            ),
+            log=self.folder / "logs" / "base_model.log",
+            pid_file=self.folder / "run" / "base_model.json",
+        )
+        self._stopping.callback(converting.stop)
+        converting.start()
+        return converting
+
+    def _wait_for_conversion(self, converting: ChildProcess | None) -> None:
+        if converting is None:
             return
-        log = self.folder / "logs" / "base_model.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", "worker.base_model", f"--out={BASE_MODELS}"]
-        with self.screen.step(f"Converted {PACKAGED_MODEL} to safetensors"), log.open("wb") as out:
-            result = subprocess.run(
-                argv, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, check=False
-            )
-        if result.returncode != 0:
+        with self.screen.step(f"Converted {PACKAGED_MODEL} to safetensors"):
+            while converting.is_running():
+                time.sleep(0.05)
+        converting.stop()
+        if converting.returncode != 0:
             raise StepFailed(
                 "the base model could not be converted",
-                details=log_tail(log),
+                details=log_tail(converting.log),
                 advice="it needs about 2 GB of free memory and 600 MB of disk",
             )
 
-    def _seed(self, env: dict[str, str], state: DemoState) -> None:
-        with self.screen.step("Database migrated"):
-            seed.migrate(env)
+    def _seed(self, commands: Commands, state: DemoState) -> None:
         if state.is_seeded:
             return
         with self.screen.step("Tenants acme and globex, their owners and keys made"):
             try:
-                seed.seed(env, state, self.base_model_dir)
+                seed.seed(commands, state, self.base_model_dir)
             finally:
                 state.save(self._state_file)  # now, because the keys cannot be read again
         state.is_seeded = True
@@ -141,40 +178,26 @@ class Demo:
     def _adapter_folder(self, tenant: str) -> Path:
         return self.folder / "trained" / tenant
 
-    def _schedule(self, env: dict[str, str], state: DemoState) -> None:
+    def _schedule(self, commands: Commands, state: DemoState) -> None:
         """Have both adapters trained by schedules, which run once now."""
         if state.is_scheduled or all(tenant.digest for tenant in state.tenants):
             return
         with self.screen.step("Datasets uploaded; schedules set, and run once now"):
-            training.schedule(env, state.tenants)
+            training.schedule(commands, state.tenants)
         state.is_scheduled = True
         state.save(self._state_file)
 
-    def _start_platform(self, env: dict[str, str], state: DemoState, stack: EmbeddedStack) -> None:
-        platform = Platform(env, folder=self.folder, port=state.web_port)
-        self._metrics_ports = platform.metrics_ports
-        self._stopping.callback(self._supervisor.stop)
-        with self.screen.step("Web, worker, accountant, batch runner and Celery run"):
-            for process in platform.processes:
-                self._supervisor.start(process)
-            platform.wait_until_ready()
-        for server in stack.processes:
-            self._supervisor.watch(server)
-        self._supervisor.run_in_background()
-
-    def _train(self, state: DemoState) -> None:
-        """Wait until the schedules' runs have made a version of each adapter."""
-        if all(tenant.digest for tenant in state.tenants):
+    def _train(self, state: DemoState, tenant: TenantState) -> None:
+        """Wait until the schedule's run has made a version of a tenant's adapter."""
+        if tenant.digest:
             return
-        adapters = " and ".join(f"“{each.adapter}”" for each in state.tenants)
-        with self.screen.bar(f"Trained {adapters} by their schedules, checked, ready") as report:
-            versions = training.wait_until_trained(state, report)
-        for tenant in state.tenants:
-            number = versions[tenant.slug]["number"]
-            with contextlib.closing(ManagementClient(state.base_url, tenant.api_key)) as client:
-                folder = self._adapter_folder(tenant.slug)
-                training.download(client, tenant.adapter, number, folder)
-            tenant.digest = versions[tenant.slug]["digest"]
+        title = f"Trained {tenant.slug}'s “{tenant.adapter}” by its schedule, checked, live"
+        with contextlib.closing(ManagementClient(state.base_url, tenant.api_key)) as client:
+            with self.screen.bar(title) as report:
+                version = training.wait_until_trained(client, tenant, report)
+            folder = self._adapter_folder(tenant.slug)
+            training.download(client, tenant.adapter, version["number"], folder)
+        tenant.digest = version["digest"]
         state.save(self._state_file)
 
     def _measure(self, state: DemoState) -> None:
@@ -194,37 +217,51 @@ class Demo:
             f"base {measured['base']:.0%}, adapter {measured['adapter']:.0%}{when}"
         )
 
+    def _show_first(self, state: DemoState, tenant: TenantState) -> None:
+        with self.screen.step(f"Asked {tenant.slug}'s adapter"):
+            answer = _asked(ask.ask_streamed(state, tenant))
+        self._print_answer(answer)
+
+    def _print_answer(self, answer: ask.Answer) -> None:
+        self.screen.print()
+        self.screen.print(f"  {answer.tenant} · model {answer.model}", style="bold")
+        self.screen.print(_indent(answer.prompt), style="dim")
+        self.screen.print(_indent(answer.text.strip()))
+        self.screen.print(
+            f"    first token after {answer.first_token_s:.2f} s, all after {answer.total_s:.2f} s",
+            style="dim",
+        )
+
     def _show(self, state: DemoState) -> None:
         with self.screen.step("Asked every adapter at the same time"):
             answers = _asked(ask.ask_everybody(state))
         for answer in answers:
-            self.screen.print()
-            self.screen.print(f"  {answer.tenant} · model {answer.model}", style="bold")
-            self.screen.print(_indent(answer.prompt), style="dim")
-            self.screen.print(_indent(answer.text.strip()))
-            self.screen.print(
-                f"    first token after {answer.first_token_s:.2f} s, all after "
-                f"{answer.total_s:.2f} s",
-                style="dim",
-            )
+            self._print_answer(answer)
         self.screen.print()
         acme = state.tenants[0]
         with self.screen.step("Asked with a JSON schema; the answer obeys it"):
             invoice = _asked(ask.ask_with_schema(state, acme))
         self.screen.print(_indent(json.dumps(invoice, ensure_ascii=False)))
 
-    def _release(self, state: DemoState) -> None:
+    def _send_second_version(self, state: DemoState) -> int:
+        """Upload a second version of acme's adapter, which will be held back. -> its number"""
+        if state.held_version is not None:
+            return state.held_version
+        acme = state.tenants[0]
+        trained = self._adapter_folder(acme.slug)
+        folder = release.second_version(trained, trained.with_name("acme-second"))
+        with contextlib.closing(ManagementClient(state.base_url, acme.api_key)) as client:
+            return client.send_adapter(acme.adapter, folder, base_model=PACKAGED_MODEL)
+
+    def _release(self, state: DemoState, number: int) -> None:
         """Hold a second version back, and try it on a tenth of the callers."""
         acme = state.tenants[0]
         with contextlib.closing(ManagementClient(state.base_url, acme.api_key)) as client:
             if state.held_version is None:
                 with self.screen.step("Uploaded a second version of acme's adapter: held back"):
-                    trained = self._adapter_folder(acme.slug)
-                    folder = release.second_version(trained, trained.with_name("acme-second"))
-                    version = client.upload_adapter(acme.adapter, folder, base_model=PACKAGED_MODEL)
-                state.held_version = version["number"]
+                    client.wait_until_ready(acme.adapter, number)
+                state.held_version = number
                 state.save(self._state_file)
-            number = state.held_version
             with self.screen.step(f"Waited for the doctor's report on version {number}"):
                 is_finished = release.wait_for_report(client, acme.adapter, number)
             if not is_finished:

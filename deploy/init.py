@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 
 SECRETS = Path("/secrets")
 VOLUMES = Path("/volumes")
-#: Where the made secrets are kept; no other container mounts it.
+#: Folder of the generated secrets; no other container mounts it.
 KEPT = SECRETS / "init"
 #: The accounts of the containers. 999 is the account of PostgreSQL and of Redis in their images.
 ROOT, LORIKEET, DATABASE, OBJECTS = 0, 10001, 999, 10002
@@ -41,24 +41,35 @@ OWNERS = {
 }
 #: Secrets that are made if .env does not set them.
 MADE = (
-    *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER"),
-    *("POSTGRES_PASSWORD", "POSTGRES_OWNER_PASSWORD", "POSTGRES_APP_PASSWORD"),
-    *("REDIS_PASSWORD", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"),
+    "LORIKEET_SECRET_KEY",
+    "LORIKEET_KEY_PEPPER",
+    "POSTGRES_PASSWORD",
+    "POSTGRES_OWNER_PASSWORD",
+    "POSTGRES_APP_PASSWORD",
+    "REDIS_PASSWORD",
+    "S3_ACCESS_KEY_ID",
+    "S3_SECRET_ACCESS_KEY",
     "GRAFANA_PASSWORD",
 )
-#: Addresses that are composed of those, unless .env sets them.
+#: Addresses that contain those secrets, unless .env sets them.
 ADDRESSES = ("DATABASE_URL", "DATABASE_OWNER_URL", "REDIS_URL", "CELERY_BROKER_URL")
 #: Secrets that only .env can set; their files are empty otherwise.
 GIVEN = (
-    *("LORIKEET_ACCEPTED_PEPPERS", "EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
+    "LORIKEET_ACCEPTED_PEPPERS",
+    "EMAIL_URL",
+    "LORIKEET_OIDC_CLIENT_SECRET",
     "HF_TOKEN",
 )
 
 _S3 = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")
 _QUEUES = ("DATABASE_URL", "REDIS_URL", "CELERY_BROKER_URL", *_S3)
 _APPLICATION = (
-    *("LORIKEET_SECRET_KEY", "LORIKEET_KEY_PEPPER", *_QUEUES),
-    *("LORIKEET_ACCEPTED_PEPPERS", "EMAIL_URL", "LORIKEET_OIDC_CLIENT_SECRET"),
+    "LORIKEET_SECRET_KEY",
+    "LORIKEET_KEY_PEPPER",
+    *_QUEUES,
+    "LORIKEET_ACCEPTED_PEPPERS",
+    "EMAIL_URL",
+    "LORIKEET_OIDC_CLIENT_SECRET",
 )
 #: Volume of secrets -> its owner and the secrets in it.
 READERS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -79,7 +90,7 @@ READERS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class Refused(Exception):
-    """Raised for an invalid value; the message names it and says what to do."""
+    """An invalid value in .env; the message names it and says what to do."""
 
 
 def main(environment: Mapping[str, str]) -> int:
@@ -110,7 +121,7 @@ def check(environment: Mapping[str, str]) -> None:
         parts = urlsplit(environment.get(name, ""))
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
             raise Refused(
-                f"{name} in .env is {environment.get(name)!r}: it is an address as "
+                f"{name} in .env is {environment.get(name)!r}: write an address such as "
                 "https://lorikeet.example.org, without a path"
             )
     for name in MADE:
@@ -188,7 +199,7 @@ def give(folder: Path, owner: int) -> None:
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.chown(Path(root, name), owner, owner, follow_symlinks=False)
-    # Last: an interrupted change is repeated by the next start.
+    # Change the owner last: the next start then repeats an interrupted change.
     os.chown(folder, owner, owner)
 
 

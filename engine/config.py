@@ -142,13 +142,13 @@ class EngineConfig:
 
     @property
     def max_drafted_rows(self) -> int | None:
-        """Rows of a decode with drafts that a GPU has graphs for; None: there are no drafts."""
+        """Return the rows of a decode with drafts that a GPU has graphs for; None: no drafts."""
         if not self.speculation:
             return None
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
 
     def page_layout(self, model: ModelConfig) -> PageLayout:
-        """The layout of one page: the KV of `page_size` tokens over all layers."""
+        """Return the layout of one page: the KV of `page_size` tokens over all layers."""
         layout = PageLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -172,7 +172,7 @@ class EngineConfig:
     def page_limits(self, model: ModelConfig, num_pages: int) -> tuple[int, int]:
         """Return the most pages of an arena of `num_pages` that (KV, adapters) may have.
 
-        Raises ValueError when the floors leave one of them nothing.
+        Raises ValueError when the minima leave one of them nothing.
         """
         page_bytes = self.page_bytes(model)
         max_kv = num_pages + self.min_adapter_bytes // -page_bytes

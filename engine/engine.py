@@ -43,8 +43,8 @@ from engine.validation import RequestValidator
 
 log = logging.getLogger(__name__)
 
-# A step that finds nothing to run, because all wait for adapters or grammars, sleeps this long
-# at most.
+# Longest sleep, in seconds, of a step that finds nothing to run because all requests wait for
+# adapters or grammars.
 _IDLE_WAIT_S = 0.002
 
 
@@ -183,7 +183,8 @@ class Engine:
     def prepare_grammars(self) -> Future[None]:
         """Load the grammar library and its tokenizer on a thread, before a request needs them.
 
-        It takes seconds, and memory for good. The future raises ImportError if Outlines is missing.
+        It takes seconds, and memory that stays in use. The future raises ImportError if Outlines is
+        missing.
         """
         return self._grammars.prepare()
 
@@ -229,7 +230,7 @@ class Engine:
         self._requests.finish_later(request_id, reason, index=index)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, now or when an adapter or a grammar is ready."""
+        """Return whether `step` has work, now or when an adapter or a grammar is ready."""
         return bool(self._requests) or self._in_flight is not None or self._store.is_prefetching
 
     @torch.inference_mode()
@@ -254,7 +255,8 @@ class Engine:
             outputs += self._requests.finish_failed(step)
             if previous is None or self._in_flight is not None:
                 break
-            # Nothing was launched over the placeholders, or one was wrong: once more, without any.
+            # Nothing was launched over the placeholders, or one was wrong: repeat the step without
+            # any.
         if (launched := self._in_flight) is not None:
             self._speculation.cut(launched.step)
             launched.choose()
@@ -270,7 +272,7 @@ class Engine:
 
     @property
     def computes_first_token(self) -> bool:
-        """Whether a request's first token comes from the step in flight: `settle` reads it."""
+        """Return whether a request's first token is in the step in flight: `settle` reads it."""
         launched = self._in_flight
         return launched is not None and any(
             sequence.num_generated == 0 for sequence in launched.step.sampling
@@ -280,7 +282,7 @@ class Engine:
     def settle(self) -> list[RequestOutput]:
         """Wait for the step in flight and return its outputs; launch none.
 
-        For whoever has other work for the device, and would have to wait for a further step.
+        For callers that have other work for the device, and would have to wait for a further step.
         """
         launched, self._in_flight = self._in_flight, None
         return self._pins.without_own(self._commit(launched, self._clock()))
@@ -316,7 +318,7 @@ class Engine:
 
     @cached_property
     def lending(self) -> Lending:
-        """What a trainer in the engine's thread may have of it."""
+        """Return the memory and weights that a trainer in the engine's thread may use."""
         return Lending(self._pool, self._prefixes, self._scheduler, self._store, self._runner)
 
     def check_integrity(self) -> None:
@@ -411,7 +413,7 @@ class Engine:
         for sequences, tokens in launched.further(self._scheduler.commit):
             outputs += self._take(sequences, list(map(checked, sequences, tokens)))
         dropped = None
-        if launched.is_mispredicted:  # known at last when all are read: certain drafts come first
+        if launched.is_mispredicted:  # known only after all are read: certain drafts come first
             dropped, self._in_flight = self._in_flight, None
         self._speculation.settle(launched, dropped, self._in_flight)
         return outputs

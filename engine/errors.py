@@ -79,8 +79,8 @@ class GrammarFailed(EngineError):
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(
-            "The answer was begun, and the grammar of its format allows nothing behind it. This is "
-            "a defect of the server: report it with the format, or ask again with another seed."
+            "The grammar of the answer's format allows no further token. This is a defect of the "
+            "server: report it with the format, or try again with another seed."
         )
         self.reason = reason
 

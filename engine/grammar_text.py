@@ -20,10 +20,10 @@ from engine.errors import BadGrammar
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may
 #: write newlines until its tokens are used up. This replaces the schema's own "x-guidance".
 _GUIDANCE = {"whitespace_pattern": " "}
-#: What one mask may cost in the lexer, a quarter of llguidance's own limit: a few milliseconds, in
-#: which all requests of the batch wait. A grammar that needs more fails its request.
+#: Largest cost of one mask in the lexer, a quarter of llguidance's own limit: a few milliseconds,
+#: in which all requests of the batch wait. A grammar that needs more fails its request.
 STEP_LEXER_FUEL = 50_000
-#: The most tool calls in one answer.
+#: Largest number of tool calls in one answer.
 MAX_CALLS = 16
 
 
@@ -73,7 +73,7 @@ def _decoders(schema: str) -> dict[str, Any]:
 
 
 def _rewritten(schema: Any) -> Any:
-    """Rewrite what the decoder takes in another sense, without another meaning.
+    """Rewrite the parts that the decoder understands differently, without changing their meaning.
 
     Its dates have a 29th of February in every year, and it writes a comma behind the last name that
     a pattern allows. The control plane's schemas have neither left.
@@ -103,7 +103,7 @@ def _list_used_up(schema: dict[str, Any]) -> None:
     for pattern, part in schema["patternProperties"].items():
         try:
             texts = texts_of(pattern, len(names))
-        except BadPattern:  # the decoder may know it
+        except BadPattern:  # the decoder may be able to read it
             continue
         if texts is not None and names >= set(texts):
             del patterns[pattern]

@@ -25,7 +25,7 @@ class PendingFinishes:
         error: EngineError | None = None,
         index: int | None = None,
     ) -> None:
-        """Have these sequences of a request end, or only the one with `index`."""
+        """Mark these sequences of a request to end, or only the one with `index`."""
         for sequence in sequences:
             if index in (None, sequence.index):
                 self._reasons.setdefault(sequence, (reason, error))

@@ -30,7 +30,7 @@ class Priority(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens; names and ranges are OpenAI's where it has them.
+    """Sampling parameters; names and ranges are OpenAI's where it has them.
 
     max_tokens          None: to the end of the context; 0: only the prompt is computed
     temperature         0: greedy
@@ -147,7 +147,7 @@ class Request:
                 f"remember is {self.remember!r}, not true or false", param="remember"
             )
         if self.priority not in tuple(Priority):
-            raise RequestError(f"there is no priority {self.priority!r}", param="priority")
+            raise RequestError(f"priority is {self.priority!r}, not a Priority", param="priority")
         # NaN is not equal to itself.
         is_number = isinstance(self.deadline, Real) and self.deadline == self.deadline
         if self.deadline is not None and not is_number:
@@ -167,7 +167,7 @@ class Request:
     def _check_grammar(self) -> None:
         given = [kind.value for kind in GrammarKind if getattr(self, kind.value) is not None]
         if len(given) > 1:
-            raise RequestError(f"{given[1]} cannot stand beside {given[0]}", param=given[1])
+            raise RequestError(f"{given[1]} cannot be combined with {given[0]}", param=given[1])
         for name in given:
             text = getattr(self, name)
             if not isinstance(text, str):
@@ -229,7 +229,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one step added to one continuation of a request.
+    """The result of one step for one continuation of a request.
 
     index             which of the request's n continuations; each ends exactly once
     token_ids         new since the last output, without the EOS or stop token that ends a request
@@ -284,7 +284,7 @@ class KeptPrefix:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a finite number within the range of fp32."""
+    """Return whether `value` is a finite number within the range of fp32."""
     is_number = isinstance(value, Real)
     return is_number and bool(-_MAX_FP32 <= value <= _MAX_FP32)  # false for NaN
 

@@ -150,7 +150,7 @@ class RequestTable:
 
     @property
     def has_pending(self) -> bool:
-        """Whether `finish_pending` has anything to do."""
+        """Return whether `finish_pending` has anything to do."""
         return bool(self._pending)
 
     def finish_pending(self) -> list[RequestOutput]:

@@ -194,7 +194,7 @@ class Sequence:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether the KV of the whole prompt is in its pages."""
+        """Return whether the KV of the whole prompt is in its pages."""
         return self.is_running and self.num_computed >= self.num_prompt
 
 
@@ -231,7 +231,7 @@ class Row:
 
     @property
     def is_certain(self) -> bool:
-        """Whether all of its drafts are certain: then they are as good as known tokens."""
+        """Return whether all of its drafts are certain: then they are as good as known tokens."""
         return all(self.certain)
 
     @property
@@ -248,7 +248,7 @@ class Row:
 
     @property
     def samples(self) -> bool:
-        """Whether the step computes the sequence's last token, so that a new one follows."""
+        """Return whether the step computes the sequence's last token, so that a new one follows."""
         sequence = self.sequence  # asked several times of every row in a step, so without helpers
         num_known = self.num_tokens - len(self.drafts)
         return num_known == len(sequence.token_ids) - sequence.num_computed
@@ -265,7 +265,7 @@ class Row:
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes; rows of one adapter key are adjacent.
+    """The work of one forward pass; rows of one adapter key are adjacent.
 
     budget     tokens that may still be added
     failed     sequences that cannot run, with the reason; the scheduler still owns them

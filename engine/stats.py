@@ -26,7 +26,7 @@ class PreemptionCause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """Where one adapter is.
+    """The location of one adapter.
 
     tier     "disk", "loading" (to host memory), "host" or "resident" (in the arena)
     failure  why the last attempt to load it failed; None: there was none, or it succeeded
@@ -38,7 +38,7 @@ class AdapterStatus:
 
 @dataclass(slots=True)
 class Distribution:
-    """How often values were in which range, as Prometheus counts it.
+    """Numbers of values by range, in Prometheus's form.
 
     bounds  upper bounds, ascending; each belongs to its range
     counts  values in each range, and above the last bound
@@ -61,7 +61,7 @@ class Distribution:
 
 
 class StepCounts:
-    """What the engine notes of each step: its rows, and the time of the call that launched it."""
+    """The engine's record of each step: its rows, and the time of the call that launched it."""
 
     def __init__(self) -> None:
         self.rows = Distribution((1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
@@ -83,7 +83,7 @@ class LoadCounts:
     failures: int = 0
 
     def add(self, seconds: float) -> float:
-        """Count a load that took so long. -> the seconds."""
+        """Count a load that took `seconds`. -> the seconds."""
         self.loads += 1
         self.seconds += max(0.0, seconds)
         return max(0.0, seconds)

@@ -18,8 +18,8 @@ from torch.nn import functional
 from kernels.attention import visible
 from kernels.kv_pages import PageLayout
 
-# A chunk of so many tokens at most has the query heads of one key head computed as one matrix, as a
-# decode has. For a long one, repeated keys cost less than they save.
+# Largest number of tokens in a chunk whose query heads of one key head are computed as one matrix,
+# as in a decode. For a long chunk, repeated keys cost less than this saves.
 _FEW_TOKENS = 17
 
 

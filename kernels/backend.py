@@ -62,7 +62,7 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operation on `tensor` runs its Triton kernel."""
+    """Return whether an operation on `tensor` runs its Triton kernel."""
     return tensor.is_cuda
 
 

@@ -28,7 +28,7 @@ _LEAST = 1e-12
 
 
 class Scales(NamedTuple):
-    """What a product [T, N] of FP8 numbers is still to be multiplied by.
+    """The factors that a product [T, N] of FP8 numbers still has to be multiplied by.
 
     rows     [T] fp32, the activation's
     columns  [N] fp32, the weight's
@@ -54,7 +54,7 @@ class Fp8Rows(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """What linears read, [T, K].
+    """The input of linears, [T, K].
 
     plain  for matrices that are not in FP8, and for adapters; None: nobody reads it
     fp8    the same quantised; None: nobody reads it
@@ -112,7 +112,7 @@ class Fp8Matrix:
         return wide.to(dtype)
 
     def _grouped(self) -> torch.Tensor:
-        """The numbers, times the scales of their groups."""
+        """Return the numbers times the scales of their groups."""
         wide = self.numbers.float()
         if self.groups is None:
             return wide

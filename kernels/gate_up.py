@@ -26,7 +26,7 @@ def gate_up_silu_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_fuse(weight: object, x: Activation) -> TypeGuard[torch.Tensor | Fp8Matrix]:
-    """Whether the kernel supports them: up to 2-byte elements, on a GPU of capability 9 (TMA)."""
+    """Return whether the kernel supports them: at most 2-byte elements, and a GPU with TMA."""
     if not isinstance(weight, torch.Tensor):
         if not isinstance(weight, Fp8Matrix) or weight.groups is not None:
             return False

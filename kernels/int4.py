@@ -40,7 +40,7 @@ class Int4Matrix:
 
     @property
     def group(self) -> int:
-        """How many columns share a scale."""
+        """Return the number of columns that share a scale."""
         return self.shape[1] // self.scale.shape[1]
 
     def to(self, device: str | torch.device) -> Int4Matrix:

@@ -1,4 +1,4 @@
-"""PageLayout: how keys and values lie inside one page of the arena."""
+"""PageLayout: the arrangement of keys and values inside one page of the arena."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PageLayout:
         return arena.view(FP8) if self.is_fp8 else arena
 
     def scales_of(self, layer: int) -> tuple[float, float]:
-        """Return what stored keys and stored values of a layer are to be multiplied by."""
+        """Return the factors of a layer's stored keys and stored values."""
         return self.scales[layer] if self.scales else (1.0, 1.0)
 
     def stored(self, x: torch.Tensor, scale: float, arena: torch.Tensor) -> torch.Tensor:

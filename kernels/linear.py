@@ -91,8 +91,8 @@ def linear_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K], weight [N, K] -> [T, N], with the kernel for few rows or torch's product.
 
-    The kernel is used where it was faster on an H200 (docs/performance.md): for very tall weights
-    up to 64 rows of x, and for weights with too few tiles for torch's product up to 16 rows.
+    The kernel is used where it was faster on an H200 (docs/history/performance.md): for very tall
+    weights up to 64 rows of x, and for weights with too few tiles for torch's product up to 16.
     """
     num_tokens, height = x.shape[0], weight.shape[0]
     if not use_triton(x) or num_tokens > 64 or x.dtype == torch.float32:

@@ -27,7 +27,8 @@ from kernels.huge_pages import empty_fp32
 from kernels.lora_stacks import SITES, Matrix, Shape, SiteBags, Stack, Stacks
 from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable
 
-# Segments of up to this many rows use `embedding_bag`; longer ones batched products.
+# Largest number of rows of a segment that uses `embedding_bag`; longer segments use batched
+# products.
 _FEW_ROWS = 4
 
 Segment = tuple[int, int, int]  # slot, first row, end row
@@ -222,7 +223,7 @@ class _Run:
 class _Scratch:
     """Memory for short-lived products.
 
-    Allocating some megabytes anew for each product takes as long as the product: the system maps
+    Allocating some megabytes for each product takes as long as the product: the system maps
     and clears every page.
     """
 

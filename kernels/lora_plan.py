@@ -21,7 +21,7 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.lora_table import LoraBatch
 
 RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor cores
-FEW_TOKENS = 2  # segments of up to so many do without tensor cores, where most rows would be empty
+FEW_TOKENS = 2  # segments up to this long do without tensor cores, where most rows would be empty
 MANY_CHUNKS = 16  # more chunks than this fill a GPU without being split finely
 RECORD = 8  # int64 words of a chunk's record, 64 bytes
 TILE_T = 128  # rows of a tile of a long product
@@ -60,7 +60,7 @@ class LoraPlan:
 def empty_plan(
     num_tokens: int, num_segments: int, max_blocks: int, block_t: int, device: torch.device
 ) -> LoraPlan:
-    """Allocate the work list of any step of at most so many tokens, segments and rank blocks."""
+    """Allocate the work list of any step with at most these tokens, segments and blocks."""
     max_chunks = min(num_tokens, ceil_div(num_tokens, block_t) + num_segments)
     max_items = max_chunks * max(max_blocks, 1)
     return LoraPlan(

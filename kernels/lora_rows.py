@@ -1,4 +1,4 @@
-"""Replaces rows of the embedding and of the LM head for the few tokens that an adapter has anew.
+"""Replaces rows of the embedding and of the LM head for the few tokens that an adapter trains.
 
 An adapter that adds tokens trains their rows and nothing else of the vocabulary. The base's
 products are computed for all tokens; the results of the adapter's tokens are then replaced. The

@@ -277,7 +277,7 @@ def shrink_splits(width: int, num_projections: int, plan: LoraPlan) -> int:
     """Return into how many parts a shrink of this inner width is split.
 
     A step of few chunks fills the GPU only if it is split finely; a step of many is faster with
-    fewer parts to sum. Measured on an H200 (docs/performance.md).
+    fewer parts to sum. Measured on an H200 (docs/history/performance.md).
     """
     if plan.block_t > RANK_BLOCK:
         return 1
@@ -290,7 +290,7 @@ def row_warps(plan: LoraPlan) -> int:
 
     Such units pay off only if there are enough of them to fill the GPU. More warps take fewer
     iterations for a unit, but the product of longer segments, in the same kernel, is fastest with
-    four. Measured on an H200 (docs/performance.md).
+    four. Measured on an H200 (docs/history/performance.md).
     """
     chunks = plan.chunks.shape[0]
     if plan.block_t > RANK_BLOCK or chunks <= MANY_CHUNKS:

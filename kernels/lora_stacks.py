@@ -1,4 +1,12 @@
-"""Stacks: copies of adapters in the layout that a CPU reads fastest (docs/memory.md)."""
+"""Stacks: copies of adapters in the layout that a CPU reads fastest, outside the arena.
+
+One stack for all adapters of one shape. For each layer and site (q k v, o, gate up, down) it has
+
+    A  [adapters, in, R]              transposed, scaled; R: rank rows of all the site's projections
+    B  [adapters, blocks * r, width]  block j: columns j * width to (j + 1) * width of the output
+
+`width` cuts every projection's output into whole blocks. What finds no room uses its tiles.
+"""
 
 from __future__ import annotations
 

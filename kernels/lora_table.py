@@ -1,4 +1,4 @@
-"""LoraTable and LoraBatch: where adapters lie in memory, and which one each token of a step uses.
+"""LoraTable and LoraBatch: the location of adapters in memory, and the adapter of each token.
 
 Adapters lie in the page arena as tiles of up to 8 rank rows: an A tile is `[rows, in]`, a B tile
 is the same rows of B transposed, `[rows, out]`. An adapter is a list of tiles, each with its own
@@ -37,7 +37,7 @@ NUM_PROJECTIONS = len(Projection)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTable:
-    """Where every virtual adapter's tiles are.
+    """The location of every virtual adapter's tiles.
 
     The entry of (virtual adapter v, layer l, projection p, tile t) is
     `entry_start[v] + (l * 7 + p) * num_tiles[v] + t`. All tensors are on the arena's device.
@@ -60,7 +60,7 @@ class LoraTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdjustTable:
-    """Where the vectors lie that an adapter applies to the base's product.
+    """The location of the vectors that an adapter applies to the base's product.
 
     A part of virtual adapter v adds weight * (gain * (W x + b) + shift) to W x + b: gain is DoRA's
     factor minus one, shift a bias. The entry of (v, layer l, projection p, part i) is
@@ -176,7 +176,7 @@ class ExtraSegment:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it has anything that the kernels' tables do not have."""
+        """Return whether it has anything that the kernels' tables do not have."""
         return bool(self.embedding or self.head or self.new_embedding or self.new_head)
 
 
@@ -198,7 +198,7 @@ class LoraExtras:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraBatch:
-    """Which virtual adapter each segment of the step's tokens uses.
+    """The virtual adapter of each segment of the step's tokens.
 
     seg_indptr   [G + 1] int32  segment g is rows seg_indptr[g]:seg_indptr[g + 1]
     seg_adapter  [G] int32      index into the table; -1: base only

@@ -16,7 +16,8 @@ import torch
 
 from kernels.lora_table import Blocks, ExtraSegment, LoraExtras, NewRows, VocabPart
 
-# Rows of a replaced matrix to multiply at a time: their results need memory beside the logits.
+# Number of rows of a replaced matrix to multiply at a time: their results need memory beside the
+# logits.
 _ROWS = 8192
 
 

@@ -55,7 +55,7 @@ def _silu_mul_fp8_kernel(
     HAS_FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: a row's scale follows from all of it."""
+    """Run one program per row: a row's scale follows from all of it."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width

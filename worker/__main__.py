@@ -25,4 +25,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    os._exit(status)  # at once: a running download would keep the process alive
+    os._exit(status)  # end at once: a running download would keep the process alive

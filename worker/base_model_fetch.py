@@ -18,7 +18,7 @@ from contract.base_model import MANIFEST, BaseModelFolder, NotABaseModel, as_nam
 from worker.base_model import packaged_gguf, packaged_model
 from worker.config import BaseModelConfig, ConfigError
 
-#: The files of a repository that a worker and a trainer read.
+#: Patterns of a repository's files that a worker and a trainer read.
 FILES = (
     *(
         "config.json",
@@ -26,7 +26,11 @@ FILES = (
         "model*.safetensors",
         "model.safetensors.index.json",
     ),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "chat_template*",
 )
 _NOTED = "repository.json"
@@ -65,7 +69,8 @@ def _convert(folder: Path) -> None:
         packaged_gguf()
     except FileNotFoundError as error:
         raise NotABaseModel(
-            "there is no base model: in .env set LORIKEET_BASE_MODEL_FOLDER to the folder of one, "
+            "the volume has no base model: in .env set LORIKEET_BASE_MODEL_FOLDER to the folder "
+            "of one, "
             "or LORIKEET_BASE_MODEL_REPOSITORY to its name on the Hugging Face Hub"
         ) from error
     packaged_model(folder)

@@ -21,11 +21,11 @@ _CHECK_CPU_S, _ALL_CPU_S = 1.0, 120.0
 
 
 class _OutOfTime(BaseException):
-    """A check took too long; no handler within the check may take it."""
+    """A check took too long. Handlers inside the check must not catch this."""
 
 
 class SchemaCheck:
-    """Checks calls, until the time for all of them is used up."""
+    """Checks calls until the CPU time for all of them is used up."""
 
     def __init__(self, *, check_cpu_s: float = _CHECK_CPU_S, all_cpu_s: float = _ALL_CPU_S) -> None:
         self._check = make_check()
@@ -46,16 +46,17 @@ class SchemaCheck:
         try:
             with _cpu_limit(self._check_cpu_s):
                 found = self._check(json.dumps(schema), json.dumps(arguments))
-        except (_OutOfTime, Exception):  # jsonschema has many errors for what is no schema
+        # jsonschema raises many kinds of errors for an invalid schema
+        except (_OutOfTime, Exception):
             return NOT_CHECKED
         finally:
             self._left_s -= time.process_time() - begun
-        # "at /path: what is wrong", which quotes the arguments
+        # The message is "at /path: what is wrong"; its second part quotes the arguments.
         return None if found is None else found.partition(":")[0]
 
 
 def learned_calls(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the calls that are learned, after their places in the messages."""
+    """Yield the learned calls, each with its place in the messages."""
     for index in row.learned:
         for number, call in enumerate(row.messages[index].get("tool_calls", ())):
             yield f"messages[{index - row.num_added}].tool_calls[{number}]", call
@@ -63,7 +64,7 @@ def learned_calls(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _OutOfTime in the block after so much CPU time."""
+    """Raise _OutOfTime in the block after `seconds` of CPU time."""
 
     def end(number: int, frame: object) -> None:
         raise _OutOfTime

@@ -15,7 +15,7 @@ from contract.daily_window import DailyWindow
 from contract.gpu_share import trainer_gpu_share
 from contract.log_lines import FORMATS, LEVELS
 
-#: What Linux takes as a Unix socket's path.
+#: Longest path of a Unix socket on Linux, in bytes.
 _MAX_SOCKET_BYTES = 107
 
 
@@ -23,16 +23,16 @@ class ConfigError(Exception):
     """An environment variable is missing or has a wrong value; the message names it."""
 
 
-#: Settings of a precision. auto: as the model's folder has it.
+#: Values of a precision setting. auto: as in the model's folder.
 PRECISIONS = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """What a serving worker lends to trainers: docs/training.md.
+    """Settings of training beside serving: docs/training.md.
 
     socket  a Unix socket, which the worker makes, where trainers ask
-    share   of the time, what training gets while requests only go on with their answers
+    share   of the time for training while all requests have their first token
     window  the hours in which it does; None: always
     """
 
@@ -41,7 +41,7 @@ class TrainingConfig:
     window: DailyWindow | None = None
 
     def is_open(self) -> bool:
-        """Whether it is one of these hours."""
+        """Return whether it is one of these hours."""
         return self.window is None or self.window.is_open(dt.datetime.now(dt.UTC))
 
 
@@ -71,7 +71,7 @@ class BaseModelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> BaseModelConfig:
-        """Raises ConfigError."""
+        """Read the settings. Raises ConfigError."""
         read = _Reader(environment)
         return cls(
             folder=Path(read.text("LORIKEET_BASE_MODEL")),
@@ -120,7 +120,7 @@ class WorkerConfig:
     base_precision: str | None = None
     kv_precision: str | None = None
     arena_bytes: int | None = None
-    #: Of the GPU's memory, what the engine leaves to a trainer on the same GPU.
+    #: Share of the GPU's memory that the engine leaves to a trainer on the same GPU.
     reserved_share: float = 0.0
     max_running: int | None = None
     max_step_tokens: int | None = None
@@ -129,21 +129,21 @@ class WorkerConfig:
     min_kv_bytes: int | None = None
     host_cache_bytes: int | None = None
     threads: int | None = None
-    #: What is lent to trainers; None: nothing is.
+    #: Settings of training beside serving; None: this worker trains nothing.
     training: TrainingConfig | None = None
-    #: Whether the engine drafts tokens: docs/speculation.md.
+    #: True if the engine drafts tokens: docs/speculation.md.
     speculation: bool = False
-    #: Requests that run at SIGTERM have so long to finish.
+    #: Seconds that running requests have to finish after SIGTERM.
     drain_timeout_s: float = 30.0
-    #: An engine that has requests and finishes no step for so long counts as stuck.
+    #: Seconds without a finished step after which an engine that has requests counts as stuck.
     stuck_timeout_s: float = 60.0
-    #: Pause between two flushes of tokens; a request's first token and its end do not wait.
+    #: Seconds between two flushes of tokens; a request's first token and its end do not wait.
     flush_interval_s: float = 0.025
-    #: Touched at each heartbeat once the model is loaded; None: nothing is.
+    #: File that is touched at each heartbeat once the model is loaded; None: no file.
     alive_file: Path | None = None
     log_format: str = "console"
     log_level: str = "INFO"
-    #: Of /metrics, /healthz and /readyz, which ask for no key; port 0: none.
+    #: Port and address of /metrics, /healthz and /readyz, which need no key; port 0: no server.
     metrics_port: int = 0
     metrics_address: str = "127.0.0.1"
 
@@ -202,7 +202,7 @@ class WorkerConfig:
 
 
 def log_settings(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the log's format and level, for what is said before there is a config.
+    """Return the log's format and level, before the other settings are read.
 
     Raises ConfigError.
     """
@@ -226,12 +226,12 @@ def drop_environment() -> None:
 
 
 def _precision(text: str) -> str | None:
-    """Return what `EngineConfig` calls it; None: as the model's folder has it."""
+    """Return the precision in `EngineConfig`'s form; None: as in the model's folder."""
     return None if text == "auto" else text
 
 
 def _reserved_share(read: _Reader) -> float:
-    """Return what the worker leaves free; if it trains, for itself, wherever the trainer is."""
+    """Return the share of GPU memory that the worker leaves free for training."""
     gpu = read.text("LORIKEET_GPU", "")
     trains = read.text("LORIKEET_TRAINING_SOCKET", "") != ""
     try:
@@ -265,14 +265,14 @@ def _training(read: _Reader) -> TrainingConfig | None:
 
 
 def _check_socket(path: Path) -> None:
-    """Raise ConfigError unless the worker can make its socket here: before the model is loaded."""
+    """Raise ConfigError if the worker cannot make its socket: before the model is loaded."""
     problem = ""
     if len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
         problem = f"the path is longer than {_MAX_SOCKET_BYTES} bytes"
     elif not path.is_absolute() or not os.access(path.parent, os.W_OK | os.X_OK):
         problem = f"this account cannot make a file in the folder {path.parent}"
     elif path.exists() and not path.is_socket():
-        problem = "there is something that is no socket"
+        problem = "the path exists and is not a socket"
     if problem:
         raise ConfigError(
             f"LORIKEET_TRAINING_SOCKET is {str(path)!r}: {problem}. In Compose it is "

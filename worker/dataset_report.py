@@ -68,7 +68,8 @@ class _Counts:
         try:
             examples = encode_row(self._codec, row)
         except (PromptError, ValueError) as error:
-            # It may quote the row, and is stored where not every character can be.
+            # The text may quote the row, and the place where it is stored cannot hold every
+            # character.
             reason = "".join(c if c.isprintable() else "?" for c in str(error)[:_MAX_REASON_CHARS])
             self._refused.add(line, reason)
             return
@@ -95,7 +96,7 @@ class _Counts:
 
 
 class _Arguments:
-    """The arguments of learned calls: those encoded twice, and those that break their schema.
+    """The arguments of learned calls that were encoded twice, or that break their schema.
 
     Of the rows that are counted in tokens, those of all calls are checked, while there is time.
     """
@@ -124,7 +125,7 @@ class _Arguments:
 
 
 def report(job: ReportJob) -> dict[str, Any]:
-    """Return the report. Raises ValueError when the file has a line that is no row."""
+    """Return the report. Raises ValueError for a file with a line that is not a row."""
     arguments = _Arguments()
     bases = {name: _Counts(folder, job.counted_every) for name, folder in job.bases.items()}
     duplicates, known = _Findings(), _Findings()

@@ -1,4 +1,4 @@
-"""Inspect a LoRA adapter: what PEFT computes with it, and what its weights look like.
+"""Inspect a LoRA adapter: PEFT's results with it, and the properties of its weights.
 
     python -m worker.inspect_adapter JOB.json
 
@@ -28,7 +28,7 @@ from worker.one_job import answer_job
 
 
 def inspect(job: InspectJob) -> dict[str, Any]:
-    """Return what is told of the adapter. Raises AdapterProblems when it does not fit the base."""
+    """Return the report on the adapter. Raises AdapterProblems if it does not fit the base."""
     # Imported here, so that the limit of memory holds for them, too.
     from worker.inspection.factors import Adapter
     from worker.inspection.findings import findings_of, summary_of
@@ -47,12 +47,12 @@ def inspect(job: InspectJob) -> dict[str, Any]:
         prompts = probe_prompts(job.base_model_dir, adapter.config.token_ids)
         return reference_of(base, job.adapter_dir, prompts)
 
-    # In this order: the second changes the base.
+    # The order matters: the second part changes the base.
     return {"doctor": _part(doctor), "reference": _part(reference)}
 
 
 def _part(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `work` does, or its error: one part says nothing of the other."""
+    """Return the result of `work`, or its error, so that one part does not end the other."""
     try:
         return work()
     except MemoryError:

@@ -37,7 +37,7 @@ def configure_logs(log_format: str = "console", level: str = "INFO") -> None:
 
 
 def adopt_libraries() -> None:
-    """Have libraries that were imported meanwhile write through the root logger, too."""
+    """Make libraries imported after `configure_logs` write through the root logger, too."""
     for name in _HANDLERS_OF_THEIR_OWN:
         logger = logging.getLogger(name)
         logger.handlers = []
@@ -70,7 +70,7 @@ def _processors(log_format: str) -> list[Processor]:
 
 
 def _split_engine_id(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Give lines of the engine the request's own id; the engine's has the lease and the prompt."""
+    """Replace the engine's id in a line by the request's own id, the lease and the prompt."""
     request_id = event.get("request_id")
     if isinstance(request_id, str) and "#" in request_id:
         event["request_id"], _, event["engine_part"] = request_id.partition("#")

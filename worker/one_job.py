@@ -1,4 +1,4 @@
-"""What a child does that answers one job with one JSON object: `python -m MODULE JOB.json`.
+"""A child process that answers one job with one JSON object: `python -m MODULE JOB.json`.
 
 Standard output carries the answer and nothing else. Exit codes: 0 done · 1 a defect, or out of
 memory · 2 the job, or what it is about, is wrong.
@@ -26,7 +26,7 @@ def answer_job(read: Callable[[Path], Any], work: Callable[[Any], dict[str, Any]
             raise ValueError(f"usage: {sys.argv[0]} JOB.json")
         job = read(Path(sys.argv[1]))
         if job.memory_bytes is not None:
-            # What is mapped read-only, as a base's files are, does not count.
+            # Read-only mappings, such as a base's files, do not count.
             resource.setrlimit(resource.RLIMIT_DATA, (job.memory_bytes, job.memory_bytes))
         told = work(job)
     except AdapterProblems as problems:

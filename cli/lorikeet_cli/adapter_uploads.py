@@ -1,4 +1,4 @@
-"""The upload of an adapter's version, and how a later command goes on with it.
+"""Upload an adapter's version, and resume an upload that was interrupted.
 
 A note on this machine says which version was begun for a folder. It has no secret, and is only a
 hint: the server knows which parts have arrived, and each part of the files here is compared.
@@ -28,7 +28,7 @@ try:
 except ImportError:  # Windows: two commands at once for one folder share a version
     fcntl = None  # type: ignore[assignment]
 
-#: The server ends an upload after a day.
+#: Seconds after which a note is useless: the server ends an open upload after a day.
 NOTE_EXPIRES_S = 2 * 86400
 #: The store may lose parts that had arrived: then they are sent again.
 MAX_ROUNDS = 3
@@ -43,7 +43,7 @@ def upload_version(
     base_model: str | None,
     accepts_base_mismatch: bool = False,
 ) -> dict[str, Any]:
-    """Upload the files as a new version, or go on with the one that was begun for them.
+    """Upload the files as a new version, or resume the upload that was begun for these files.
 
     accepts_base_mismatch  the version counts although its config names another base model
     Returns the version, whose check is queued. Raises CliError.
@@ -81,7 +81,7 @@ class _Upload:
             version = self._send(found or self._begin(note))
         except FileChanged:
             if found is None:
-                raise CliError("The files changed meanwhile. Run the command again.") from None
+                raise CliError("The files changed during the upload. Run it again.") from None
             self._abort(found["number"])
             version = self._send(self._begin(note))
         note.forget()
@@ -91,10 +91,10 @@ class _Upload:
         return ("adapters", self._adapter, "versions", number)
 
     def _abort(self, number: int) -> None:
-        """End the upload of what was asked for before, unless it is complete."""
+        """End the upload of this version, unless it is complete."""
         with contextlib.suppress(ApiError):
             self._session.send("DELETE", *self._place(number), "upload")
-            say(f"{self._adapter}@{number} was begun otherwise: a new version begins.")
+            say(f"{self._adapter}@{number} was begun with other settings. Starting a new version.")
 
     def _begin(self, note: _Note) -> dict[str, Any]:
         try:
@@ -113,7 +113,7 @@ class _Upload:
         return state
 
     def _go_on(self, note: _Note) -> dict[str, Any] | None:
-        """Return the upload that was begun, or its version if it is complete; None: neither is."""
+        """Return the open upload of these files, or its complete version; None: neither."""
         if note.number is None:
             return None
         place = self._place(note.number)
@@ -123,7 +123,7 @@ class _Upload:
         try:
             version: dict[str, Any] = self._session.get(*place)
             if version["status"] in _ENDED:
-                say(f"{version['model']} was complete already.")
+                say(f"{version['model']} is already complete.")
                 return version
             if version["status"] != "uploading":
                 return None
@@ -134,7 +134,7 @@ class _Upload:
             return None
         parts = [part for file in state["files"].values() for part in file["parts"]]
         there = sum(part["num_bytes"] for part in parts if part["is_uploaded"])
-        say(f"Going on with {version['model']}: {size(there)} have arrived.")
+        say(f"Resuming{version['model']}: {size(there)} have arrived.")
         return state
 
     def _send(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -171,14 +171,14 @@ class _Upload:
 
 @dataclasses.dataclass(slots=True)
 class _Note:
-    """Which version was begun for a folder's files; without a path it is not kept."""
+    """The version that was begun for a folder's files; without a path nothing is stored."""
 
     path: Path | None
-    #: What it is of: the files, and what the check accepts.
+    #: Identifies the files and the options of their check.
     files: dict[str, list[int]]
     accepts_base_mismatch: bool
     number: int | None = None
-    #: Whether it was begun for just this.
+    #: True if this command began the version.
     is_of_these: bool = True
 
     def keep(self, number: int) -> None:
@@ -217,7 +217,7 @@ def _note(
         _remove_old(path.parent)
         lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         os.utime(path.with_suffix(".lock"))
-    except OSError:  # no home, or a full disk: the upload works, but cannot go on later
+    except OSError:  # no home, or a full disk: the upload works, but cannot be resumed
         yield _Note(None, files, accepts_base_mismatch)
         return
     try:

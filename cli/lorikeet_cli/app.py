@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """Write what is left; if who reads it has gone, as `head` does, drop it."""
+    """Flush the output; ignore it if the reader, such as `head`, has gone."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

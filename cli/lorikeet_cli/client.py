@@ -20,11 +20,11 @@ from lorikeet_cli.output import say, shown
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 5
-#: The longest of all waits between two attempts, and of one.
+#: Longest sum of all waits between attempts, and longest single wait, in seconds.
 MAX_WAITS_S, MAX_WAIT_S = 60.0, 30.0
 MAX_ANSWER_BYTES = 32 << 20
 MAX_PAGE = 100
-#: These say that the server or a proxy is busy, and that the request has done nothing.
+#: Statuses of a busy server or proxy: the request has had no effect.
 RETRIED = (429, 502, 503, 504)
 USER_AGENT = f"lorikeet-cli/{__version__}"
 
@@ -60,7 +60,7 @@ class Client:
         """Send a request and return its answer's JSON; None when it is empty.
 
         path     after the server's address: /api/v1/adapters
-        content  makes the body anew for each attempt, so that it is never in memory as a whole;
+        content  makes the body again for each attempt, so that it is never in memory as a whole;
                  such a write replaces what has its name, so it may be done twice
         timeout_s  of the answer; None: the usual one
 
@@ -82,7 +82,7 @@ class Client:
                     method, path, params=_given(params), headers=sent, **options
                 )
             except httpx.TransportError as error:
-                # A server that is away stays away for a while: tell it within some seconds.
+                # A server that is down usually stays down for a while: report it within seconds.
                 if attempt >= min(3, self._attempts) or isinstance(error, httpx.TimeoutException):
                     raise Unreachable(why_unreachable(self.account.url, error)) from error
                 wait, why = _pause(attempt), "does not answer"

@@ -1,4 +1,4 @@
-"""Where to sign in: profiles in ~/.config/lorikeet/config.toml, and the environment.
+"""Profiles in ~/.config/lorikeet/config.toml, and the environment: which server to use, as whom.
 
 The file is written whole, by rename, and only its owner can read it. The environment is read here
 and nowhere else.
@@ -21,12 +21,13 @@ from lorikeet_cli.errors import CliError, NotSignedIn, UsageError
 URL_VARIABLE = "LORIKEET_URL"
 KEY_VARIABLE = "LORIKEET_API_KEY"
 DEFAULT_PROFILE = "default"
-#: Operators' keys begin so; they act for every tenant.
+#: Operators' keys begin with this; they act for every tenant.
 OPERATOR_PREFIX = "lk_ops_"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-#: Ends of addresses that other clients take, as in OPENAI_BASE_URL.
+_BAD_ADDRESS = "This is not a server's address. Write it as https://lorikeet.example."
+#: Endings of addresses that other clients expect, as in OPENAI_BASE_URL.
 _API_PATHS = ("/api/v1", "/ops/v1", "/v1", "/api")
 
 
@@ -36,7 +37,7 @@ class Account:
 
     url: str
     key: str = dataclasses.field(repr=False)
-    #: The profile it is from; None: the environment.
+    #: The profile that the account is from; None: the environment.
     profile: str | None = None
 
     @property
@@ -116,13 +117,13 @@ def config_path() -> Path:
 
 
 def state_folder() -> Path:
-    """Return the folder of what a later command goes on with, whether or not it exists."""
+    """Return the folder for resumable uploads, whether or not it exists."""
     folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(folder) / "lorikeet"
 
 
 def find_account(profile: str | None) -> Account:
-    """Return whom to speak to, as who.
+    """Return the server and the key to use.
 
     A profile that is named comes first, then the environment, then the current profile. A profile's
     key is sent to its own server only. Raises NotSignedIn.
@@ -161,7 +162,7 @@ def _profile(profiles: Profiles, name: str) -> Account:
 
 
 def secret_of(variable: str) -> str:
-    """Return what an environment variable has. Raises CliError if it has nothing."""
+    """Return the value of an environment variable. Raises CliError if it is empty."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise CliError(f"The environment variable {variable} is empty.")
@@ -185,20 +186,20 @@ def clean_url(text: str) -> str:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise UsageError(f"{text} is no address: {error}.") from error
+        raise UsageError(f"{text} is not an address: {error}.") from error
     is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
     path = parts.path.rstrip("/")
     for end in _API_PATHS:
         path = path.removesuffix(end)
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise UsageError("The server's address is like https://lorikeet.example.")
+        raise UsageError(_BAD_ADDRESS)
     if not (text.isascii() and text.isprintable()) or " " in text or (port or 1) < 1:
-        raise UsageError("The server's address is like https://lorikeet.example.")
+        raise UsageError(_BAD_ADDRESS)
     return f"{parts.scheme}://{parts.netloc.lower()}{path.rstrip('/')}"
 
 
 def is_in_the_clear(url: str) -> bool:
-    """Return whether a key sent there can be read on its way."""
+    """Return whether others on the network can read a key that is sent there."""
     parts = urlsplit(url)
     return parts.scheme == "http" and parts.hostname not in _LOCAL_HOSTS
 
@@ -207,7 +208,9 @@ def clean_key(text: str) -> str:
     """Return the key without blanks around it. Raises UsageError."""
     key = text.strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError("An API key is one word like lk_live_… or lk_ops_….")
+        raise UsageError(
+            "This is not an API key. Keys are one word, such as lk_live_… or lk_ops_…."
+        )
     return key
 
 

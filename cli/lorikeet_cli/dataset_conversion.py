@@ -27,7 +27,7 @@ def convert_file(source: Path, target: Path) -> dict[str, Any]:
                 target.unlink()
                 raise
     except FileExistsError as error:
-        raise CliError(f"{target} exists already: name a new file.") from error
+        raise CliError(f"{target} already exists. Name a new file.") from error
     except OSError as error:
         raise CliError(f"Cannot convert {source} to {target}: {error.strerror}.") from error
     return {

@@ -1,4 +1,4 @@
-"""Upload rows: few by one request, more as a file in parts, which then becomes a version."""
+"""Upload rows: a few in one request; more as a file in parts, which becomes a version."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lorikeet_cli.errors import CliError, Interrupted
 from lorikeet_cli.session import Session
 from lorikeet_cli.uploads import PIECE_BYTES, Source
 
-#: The server's limit of one request's rows.
+#: Largest request with rows, in bytes: the server's limit.
 DIRECT_BYTES = 32 << 20
 PART_BYTES = 32 << 20
-#: The server puts the parts together, and checks each row.
+#: Seconds to wait while the server joins the parts and checks each row.
 _COMPLETE_S = 1800.0
 
 
 def upload_rows(session: Session, name: str, source: Source, *, appends: bool) -> dict[str, Any]:
-    """Return the dataset, with the file's rows in place of its own or behind them.
+    """Return the dataset after its rows were replaced, or after the file's rows were appended.
 
     Raises CliError.
     """
@@ -100,7 +100,7 @@ def _send_parts(session: Session, source: Source, place: str) -> list[str]:
 
 
 class _Form:
-    """A part of a file as a form with one field, `data`, read anew for each attempt."""
+    """A part of a file as a form with one field, `data`, that each attempt reads from the start."""
 
     def __init__(self, source: Source, start: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""What goes wrong, as one line for people and one exit code for scripts.
+"""Errors as one line for people and one exit code for scripts.
 
 0  done
 1  it failed: the server refused it, or a run, a check or a file did
@@ -30,13 +30,13 @@ class NotSignedIn(CliError):
 
 
 class Unreachable(CliError):
-    """Nobody answers at the address, or somebody who is no Lorikeet."""
+    """Nobody answers at the address, or the server there is not Lorikeet."""
 
     exit_code = 4
 
 
 class Interrupted(CliError):
-    """The person pressed Ctrl-C; the message says what stays."""
+    """The person pressed Ctrl-C; the message says what is kept."""
 
     exit_code = 130
 

@@ -60,7 +60,7 @@ def digest_of(path: Path) -> Source:
 
 
 def find_job(session: Session, key: str, value: str) -> dict[str, Any] | None:
-    """Return the newest job with this metadata that has not failed, or none."""
+    """Return the newest job with this metadata that has not failed; None if there is none."""
     path = session.gateway_path("fine_tuning", "jobs")
     found = session.client.call("GET", path, params={f"metadata[{key}]": value, "limit": 20})
     usable = [job for job in found["data"] if job["status"] not in ("failed", "cancelled")]
@@ -88,9 +88,9 @@ def wait(session: Session, job: dict[str, Any]) -> dict[str, Any]:
                 job = session.client.call("GET", path)
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted: the job goes on. Run the same command again to follow it."
+            "Interrupted: the job continues. Run the same command again to follow it."
         ) from None
     if status != "succeeded":
-        error = (job.get("error") or {}).get("message") or "nobody said why"
+        error = (job.get("error") or {}).get("message") or "the server gave no reason"
         raise CliError(f"The job {job['id']} {shown(status)}: {shown(error)}")
     return job

@@ -27,7 +27,7 @@ CONFIG, TENSORS, MLX_TENSORS = (
 )
 MAX_HEADER_BYTES = 16 << 20
 MAX_RANK = 256
-#: What the tensors may hold -> the type of an array with items as long.
+#: Data type of a tensor -> type code of an array whose items have the same size.
 _ITEMS = {"F32": "I", "F16": "H", "BF16": "H"}
 _NAME = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>\d{1,4})\.(?P<path>[A-Za-z_]\w*(?:\.\w+)*)|lm_head)"
@@ -42,13 +42,13 @@ _PARAMETERS = frozenset({"rank", "scale", "dropout", "keys", "alpha"})
 class Tensor:
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # of its bytes, from the start of the file
+    begin: int  # its first byte, counted from the start of the file
     end: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What mlx-lm reads of its adapter_config.json when it loads an adapter.
+    """The settings that mlx-lm reads from adapter_config.json when it loads an adapter.
 
     keys        paths of the adapted modules; None: whatever the tensors are of
     num_layers  how many of the last layers are adapted; None: all
@@ -106,7 +106,7 @@ def read_settings(raw: Any, path: Path) -> Settings:
         )
     given: Any = raw.get("lora_parameters")
     if not isinstance(given, dict):
-        raise CliError(f"{path} is no configuration of mlx-lm: it has no lora_parameters.")
+        raise CliError(f"{path} is not a configuration of mlx-lm: lora_parameters is missing.")
     if kind not in ("lora", "dora"):
         raise CliError(f"{path}: fine_tune_type is {kind!r}, neither lora nor dora.")
     if unknown := given.keys() - _PARAMETERS:
@@ -162,7 +162,7 @@ def read_tensors(file: BinaryIO, path: Path) -> dict[str, Tensor]:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CliError(
-            f"{path} is no whole safetensors file of F32, F16 or BF16. Get it again."
+            f"{path} is not a complete safetensors file of F32, F16 or BF16. Download it again."
         ) from error
     return tensors
 
@@ -225,7 +225,7 @@ def _why_not(name: str) -> str:
         )
     if name.endswith((".lora_a", ".lora_b", ".m")):
         return f"{name} is of a module that Lorikeet does not adapt. Train without it."
-    return f"{name} is no tensor of LoRA or DoRA. Train without it."
+    return f"{name} is not a tensor of LoRA or DoRA. Train without it."
 
 
 def _check_parts(
@@ -273,7 +273,7 @@ def _config(
 
 
 def _write(output: Path, made: Conversion, tensors: Mapping[str, Tensor], source: BinaryIO) -> None:
-    """Write the folder, which must not exist; if that fails, it does not stay. Raises OSError."""
+    """Write the folder, which must not exist; remove it if that fails. Raises OSError."""
     output.mkdir()
     try:
         with (output / TENSORS).open("wb") as target:

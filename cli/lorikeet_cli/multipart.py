@@ -21,10 +21,11 @@ from lorikeet_cli.output import say, shown
 from lorikeet_cli.uploads import Source
 
 PARALLEL = 4
-#: Tries of a part; fewer until one has arrived: then the store may not be there at all.
+#: Most attempts for one part, and for each part until one has arrived: the store may not exist at
+#: all.
 MAX_ATTEMPTS, FIRST_ATTEMPTS = 10, 3
 MAX_PAUSE_S = 20.0
-#: The store's answers after which the part is sent again: to a new address, or because it was cut.
+#: Answers of the store after which the part is sent again: to a new address, or because it was cut.
 RETRIED = (400, 404, 408, 409, 429)
 PIECE_BYTES = 1 << 18
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
@@ -34,7 +35,7 @@ Sign = Callable[[int, str], dict[str, Any]]
 
 
 class FileChanged(CliError):
-    """The file is not the one with which the upload began."""
+    """The file differs from the one with which the upload began."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Part:
 
 
 def send_file(source: Source, state: dict[str, Any], sign: Sign) -> None:
-    """Send the parts that the store does not have; then `source` knows the file's digest.
+    """Send the parts that the store lacks; afterwards `source` knows the file's digest.
 
     state  the API's answer: part_bytes, and what is known of each part
     Raises CliError, FileChanged when a part that was begun has other bytes here, Unreachable.
@@ -65,18 +66,18 @@ class _Sender:
         self._source, self._sign, self._bar = source, sign, bar
         self._part_bytes: int = state["part_bytes"]
         self._known = {part["number"]: part for part in state["parts"]}
-        # With the parts in the threads, these are all that is in memory.
+        # Together with the parts in the threads, these are all parts in memory.
         self._waiting: queue.Queue[Part | None] = queue.Queue(1)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        #: Bytes that are there or on their way, by part.
+        #: Part -> its bytes that have arrived or are being sent.
         self._sent: dict[int, int] = {}
         self._has_arrived = False
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(timeout=timeout, headers={"User-Agent": USER_AGENT})
 
     def run(self) -> None:
-        # Daemons: after Ctrl-C the process does not wait for what they send.
+        # Daemon threads: after Ctrl-C the process does not wait for them.
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(PARALLEL)]
         for thread in threads:
             thread.start()
@@ -157,7 +158,7 @@ class _Sender:
                     raise Unreachable(
                         f"The object store: {why_unreachable(store, error)} The server's setting "
                         "S3_PUBLIC_ENDPOINT_URL has to be an address that you can reach. Run the "
-                        "command again: it goes on where it stopped."
+                        "command again: it resumes where it stopped."
                     ) from error
                 why = "does not answer"
             else:
@@ -192,7 +193,7 @@ class _Stopped(Exception):
 
 
 def _is_whole(part: Part, response: httpx.Response) -> bool:
-    """Compare the store's MD5, where its ETag is one, with the part's."""
+    """Return whether the store's MD5, if its ETag is one, is the part's."""
     match = _MD5.fullmatch(response.headers.get("etag", ""))
     return not match or match[1] == hashlib.md5(part.data, usedforsecurity=False).hexdigest()
 

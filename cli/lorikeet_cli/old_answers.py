@@ -10,7 +10,7 @@ from typing import Any
 
 from lorikeet_cli.errors import CliError
 
-#: Of a suite's version, and of the request that makes it.
+#: Largest number of cases in one version of a suite, and largest request that makes it, in bytes.
 MAX_CASES = 2000
 MAX_CASES_BYTES = 2_000_000
 MAX_BYTES = 16 << 20
@@ -19,7 +19,7 @@ _MAX_NAMED = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OldAnswers:
-    """Cases as a suite takes them, and how many lines are no chats of texts."""
+    """Cases in the form that a suite takes, and the number of lines that are not chats of texts."""
 
     cases: list[dict[str, Any]]
     num_left_out: int
@@ -50,18 +50,20 @@ def read_answers(path: Path) -> OldAnswers:
             "ends with the old answer."
         )
     if not cases:
-        raise CliError(f"{path} has no answers in texts to compare with.")
+        raise CliError(f"{path} has no text answers to compare with.")
     if len(cases) > MAX_CASES:
-        raise CliError(f"{path} has {len(cases)} answers; {MAX_CASES} can be compared. Take some.")
+        raise CliError(
+            f"{path} has {len(cases)} answers; at most {MAX_CASES} can be compared. Remove some."
+        )
     if len(json.dumps(cases)) > MAX_CASES_BYTES:
-        raise CliError(f"{path} has more than {MAX_CASES_BYTES:,} bytes of answers. Take some.")
+        raise CliError(f"{path} has more than {MAX_CASES_BYTES:,} bytes of answers. Remove some.")
     return OldAnswers(cases, num_left_out)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise CliError(f"{path} has more than {MAX_BYTES >> 20} MiB. Take some of its lines.")
+            raise CliError(f"{path} has more than {MAX_BYTES >> 20} MiB. Remove some lines.")
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -71,7 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _case(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a line's case; None if tools or other than texts are in it.
+    """Return a line's case; None if it has tools or content that is not text.
 
     Raises KeyError, TypeError and the like for what is no such line.
     """

@@ -1,4 +1,4 @@
-"""A fine-tuning job as OpenAI's API returns it: what of it is asked for here, and what is not."""
+"""Read a fine-tuning job of OpenAI's API: the settings to use here, and notes about the others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lorikeet_cli.errors import CliError
 
 MAX_BYTES = 1 << 20
 MAX_METADATA = 16
-#: The rate here that a `learning_rate_multiplier` multiplies.
+#: This server's learning rate, which a `learning_rate_multiplier` multiplies.
 LEARNING_RATE = 0.001
 _MAX_NAME = 63
 _HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
-#: They say how the job went there; nothing here is made of them.
+#: Fields about the job's course there; they have no effect here.
 _HISTORY = {
     "object", "id", "status", "created_at", "finished_at", "estimated_finish", "error",
     "organization_id", "trained_tokens", "result_files", "fine_tuned_model", "training_file",
@@ -30,7 +30,7 @@ _KNOWN = _HISTORY | {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OldJob:
-    """What a job object says.
+    """The settings of a job object.
 
     suffix  the adapter's name here; None: the server gives one
     notes   what cannot be taken over, or means something else here: a sentence each
@@ -47,7 +47,7 @@ class OldJob:
 
 
 def read_job(path: Path) -> OldJob:
-    """Read a stored job object. Raises CliError for what is none, or cannot be made here."""
+    """Read a stored job object. Raises CliError if it is not one, or cannot be repeated here."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -59,7 +59,7 @@ def read_job(path: Path) -> OldJob:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("model"), str):
         raise CliError(
-            f"{path} is no fine-tuning job: store what `client.fine_tuning.jobs.retrieve(id)"
+            f"{path} is not a fine-tuning job: store what `client.fine_tuning.jobs.retrieve(id)"
             ".to_json()` returns."
         )
     notes: list[str] = []
@@ -87,7 +87,8 @@ def _supervised(job: dict[str, Any]) -> Any:
     kind = method.get("type", "supervised")
     if kind != "supervised":
         raise CliError(
-            f"The job's method is {kind}: here jobs are supervised. Train on the chosen answers "
+            f"The job's method is {kind}: only supervised jobs can run here. Train on the chosen "
+            "answers "
             'alone, as a job with `"method": {"type": "supervised"}`.'
         )
     supervised = method.get("supervised")
@@ -128,12 +129,12 @@ def _seed(value: Any, notes: list[str]) -> int | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
         return value
-    notes.append(f"seed: {value!r} is no seed here; it is 0.")
+    notes.append(f"seed: {value!r} is not a seed here; it is 0.")
     return None
 
 
 def _metadata(value: Any, notes: list[str]) -> dict[str, str]:
-    """Return the job's metadata, with room for one more."""
+    """Return the job's metadata, with one key free."""
     found = {
         name: text
         for name, text in (value if isinstance(value, dict) else {}).items()
@@ -141,13 +142,13 @@ def _metadata(value: Any, notes: list[str]) -> dict[str, str]:
     }
     if len(found) >= MAX_METADATA:
         last = sorted(found)[MAX_METADATA - 1 :]
-        notes.append(f"metadata: without {', '.join(last)}, for which there is no room.")
+        notes.append(f"metadata: without {', '.join(last)}, which would be too many keys.")
         found = {name: text for name, text in found.items() if name not in last}
     return found
 
 
 def _others(job: dict[str, Any]) -> list[str]:
-    """Say what else of the job is not taken over."""
+    """Describe the other fields that are not taken over."""
     notes = []
     if job["model"].startswith("ft:"):
         notes.append(f"model: the weights of {job['model']} stay there; it begins from the base.")

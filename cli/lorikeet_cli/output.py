@@ -1,4 +1,4 @@
-"""What commands say: tables and fields for people, or one JSON document for scripts.
+"""Print results: tables and fields for people, or one JSON document for scripts.
 
 Answers go to standard output, and everything else to standard error. Nothing has colours, so that
 both read the same in a terminal, a pipe and a log.
@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 Row = Mapping[str, Any]
-#: A column's title, and the field it shows or a function of the row.
+#: A column's title, and the field that it shows or a function of the row.
 Column = tuple[str, str | Callable[[Row], Any]]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -45,7 +45,7 @@ def print_fields(row: Row, columns: Sequence[Column]) -> None:
 
 
 def print_id(row: Row, columns: Sequence[Column]) -> None:
-    """Print what names the row: its first column."""
+    """Print the row's id: its first column."""
     print(cells(row, columns[:1])[0])
 
 
@@ -63,7 +63,7 @@ def say(text: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Write a value as one printable line: what servers send cannot steer a terminal."""
+    """Return a value as one printable line, so that servers cannot control the terminal."""
     if value is None or value == "" or value == []:
         return "-"
     if isinstance(value, bool):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Bar(Protocol):
-    """What is done of something, and a word about it."""
+    """Progress of one task, with a short status text."""
 
     def show(self, done: float, total: float | None = None, note: str = "") -> None: ...
 

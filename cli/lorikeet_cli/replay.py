@@ -1,4 +1,4 @@
-"""Ask the new model what the old one was asked, and compare: a suite, two evaluations of it."""
+"""Ask the new model what the old one was asked, and compare: one suite, two evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIVE = ("queued", "running", "judging")
 _MAX_NAME = 63
 _MAX_RESULTS = 2000
 NUM_WORST = 5
-#: Of an answer that is generated.
+#: Smallest and largest limit of tokens for a generated answer.
 LEAST_TOKENS, MOST_TOKENS = 16, 4096
 COLUMNS: list[Column] = [
     ("CHECK", "check"),
@@ -38,7 +38,7 @@ WORST_COLUMNS: list[Column] = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
-    """What came out. The score is 1 where every new answer is the old one."""
+    """The result of the comparison. The score is 1 where every new answer equals the old one."""
 
     suite: dict[str, Any]
     base: dict[str, Any]
@@ -85,7 +85,7 @@ def replay(
     cases: list[dict[str, Any]],
 ) -> Replay:
     """Run the cases on the new model and on its base. Raises CliError when one of them fails."""
-    # A token has one character at least, so that each answer could be the old one.
+    # A token has at least one character, so each answer could equal the old one.
     longest = max(len(case["expected"]) for case in cases)
     max_tokens = min(max(longest, LEAST_TOKENS), MOST_TOKENS)
     suite = _suite(session, f"imported-{adapter}"[:_MAX_NAME].rstrip("._-"), cases)
@@ -108,7 +108,7 @@ def replay(
 
 
 def _suite(session: Session, name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the suite's newest version if it has these cases, else make it."""
+    """Return the suite's newest version if it has these cases; else create one."""
     digest = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
     description = f"Old answers, {digest[:16]}"
     try:
@@ -134,7 +134,7 @@ def _wait(session: Session, evaluation: dict[str, Any]) -> dict[str, Any]:
                 bar.show(evaluation["num_done"], evaluation["num_cases"], "")
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted: the evaluation goes on. Run the same command again to compare."
+            "Interrupted: the evaluation continues. Run the same command again to compare."
         ) from None
     if evaluation["status"] != "succeeded":
         why = shown(evaluation["error"])
@@ -145,7 +145,7 @@ def _wait(session: Session, evaluation: dict[str, Any]) -> dict[str, Any]:
 def _worst(
     session: Session, evaluation: dict[str, Any], cases: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the answers that are least like the old ones."""
+    """Return the answers that differ most from the old ones."""
     found = session.items("evaluations", evaluation["id"], "results", limit=_MAX_RESULTS)["data"]
     rows = [
         {

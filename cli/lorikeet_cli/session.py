@@ -1,4 +1,4 @@
-"""What every command shares: its account, its form of output, the tenant it speaks of.
+"""Session: the account, the output format and the tenant that every command uses.
 
 `command` gives a command the options --profile, --output and (if it is a tenant's) --tenant, and
 calls it with a `Session` as its first argument.
@@ -35,10 +35,12 @@ OutputOption = Annotated[
 TenantOption = Annotated[
     str | None,
     typer.Option(
-        "--tenant", envvar="LORIKEET_TENANT", help="With an operator's key: whose it is (slug)."
+        "--tenant", envvar="LORIKEET_TENANT", help="With an operator's key: the tenant's slug."
     ),
 ]
-LimitOption = Annotated[int, typer.Option("--limit", "-n", min=1, help="The newest so many.")]
+LimitOption = Annotated[
+    int, typer.Option("--limit", "-n", min=1, help="Number of items, newest first.")
+]
 
 
 class Session:
@@ -74,15 +76,13 @@ class Session:
                 )
             return path_of(TENANT_PATH, *parts)
         if self._tenant is None:
-            raise UsageError("This is an operator's key: say which tenant with --tenant SLUG.")
+            raise UsageError("This is an operator's key. Name the tenant with --tenant SLUG.")
         return path_of(OPERATOR_PATH, "tenants", self._tenant, *parts)
 
     def own_path(self, *parts: str | int) -> str:
-        """Return an address that operators do not have. Raises UsageError for their keys."""
+        """Return an address that only tenants have. Raises UsageError for operators' keys."""
         if self.account.is_operator:
-            raise UsageError(
-                "Operators cannot see this of a tenant: sign in with a key of the tenant."
-            )
+            raise UsageError("Operators cannot use this command. Sign in with a key of the tenant.")
         return path_of(TENANT_PATH, *parts)
 
     def gateway_path(self, *parts: str | int) -> str:
@@ -145,7 +145,7 @@ def path_of(*parts: str | int) -> str:
     first, *rest = parts
     for part in rest:
         if part in ("", ".", ".."):
-            raise UsageError("A name is missing.")
+            raise UsageError("A name is empty. Give it a value.")
     return "/".join([str(first), *(quote(str(part), safe="@") for part in rest)])
 
 

@@ -27,7 +27,7 @@ class Source:
         try:
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
-                raise CliError(f"{path} is no file.")
+                raise CliError(f"{path} is not a file.")
             with path.open("rb") as file:
                 file.read(1)
         except OSError as error:

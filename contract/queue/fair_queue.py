@@ -1,4 +1,4 @@
-"""The fair queue's keys and constants; `contract.queue.scripts` loads its Lua.
+"""Keys and constants of the fair queue; `contract.queue.scripts` loads its Lua.
 
 Requests wait per base model, class and tenant, and a worker with room pulls those of the tenants
 that have been served least. "Served" is a virtual counter of tokens (Sheng et al., "Fairness in
@@ -35,15 +35,15 @@ from __future__ import annotations
 INTERACTIVE = "i"
 BATCH = "b"
 
-#: A generated token counts as so many prompt tokens.
+#: Number of prompt tokens that a generated token counts as.
 OUTPUT_WEIGHT = 2
-#: A worker looks for an adapter that it has among so many of the least served tenants.
+#: Number of the least served tenants among which a worker looks for an adapter that it has.
 AFFINITY_WINDOW = 16
-#: How often in a row a tenant may be passed over for that.
+#: Number of times in a row that a tenant may be passed over for such an adapter.
 MAX_SKIPS = 4
-#: Requests of one pull, to keep the script short.
+#: Largest number of requests in one pull, to keep the script short.
 PULL_COUNT = 4
-#: While both classes wait, one dispatch in so many is of the batch class.
+#: While both classes wait, one of this number of dispatches is of the batch class.
 BATCH_SHARE = 16
 
 

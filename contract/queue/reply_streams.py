@@ -1,7 +1,7 @@
 """The streams that answers are written to: a gateway's, and a batch's. Standard library only.
 
 To a worker a batch is a gateway with an id (`batch_stream_id`) and a stream, but one that outlives
-its processes: its requests go on while nobody reads, and their answers stay until they are read.
+its processes: its requests continue while nobody reads, and their answers stay until they are read.
 The lines under way are in a hash beside the stream, written by the script that admits them
 (`controlplane.queue.batch_reply_stream`):
 
@@ -19,7 +19,8 @@ from __future__ import annotations
 from contract.protocol import OUT_STREAM_TTL_S
 
 _PREFIX = "batch-"
-#: The longest time of a batch, and as long again for a runner to read its answers.
+#: Seconds that a batch's stream is kept: the longest time of a batch, and as long again for a
+#: runner to read its answers.
 BATCH_STREAM_TTL_S = 2 * 24 * 3600
 
 
@@ -29,12 +30,12 @@ def batch_stream_id(batch_id: str) -> str:
 
 
 def is_batch_stream(gateway_id: str) -> bool:
-    """Whether the stream is a batch's: its requests go on though no gateway lives."""
+    """Return whether the stream belongs to a batch: its requests continue when no gateway lives."""
     return gateway_id.startswith(_PREFIX)
 
 
 def out_ttl_s(gateway_id: str) -> int:
-    """Return how long a gateway's stream stays after its last entry."""
+    """Return how long a gateway's stream is kept after its last entry."""
     return BATCH_STREAM_TTL_S if is_batch_stream(gateway_id) else OUT_STREAM_TTL_S
 
 

@@ -20,7 +20,7 @@ from .keys import (
     says_nothing,
 )
 
-#: What other formats call the roles, in lower case; "call" is a turn that is the text of calls.
+#: Other formats' names of the roles, in lower case; "call" is a turn whose text is tool calls.
 ROLES = {
     **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "customer"), "user"),
@@ -33,7 +33,7 @@ _TEXTS = ("text", "input_text", "output_text")
 
 @dataclasses.dataclass(slots=True)
 class _Blocks:
-    """What the blocks of one content are; a message of ours has results, text, calls in this order.
+    """Reads the blocks of one content; a message of ours has results, text and calls in this order.
 
     Raises NotConverted for another order.
     """
@@ -53,7 +53,9 @@ class _Blocks:
 
     def _check(self, is_in_order: bool) -> None:
         if not is_in_order:
-            raise NotConverted(self.where, "has text behind a call, or before a tool's result")
+            raise NotConverted(
+                self.where, "must not have text after a call or before a tool's result"
+            )
 
 
 def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
@@ -66,28 +68,31 @@ def messages_of(turns: Any, where: str) -> list[dict[str, Any]]:
         role, messages = _messages(place, turn)
         last = found[-1] if found else {}
         if role == "call" and last.get("role") == "assistant":
-            # Calls that follow a text, or other calls, are those of the same answer.
+            # Calls that follow a text or other calls belong to the same answer.
             if any(last.get(name) != messages[0].get(name) for name in SWITCHES):
-                raise NotConverted(place, "is learned otherwise than the answer that it belongs to")
+                raise NotConverted(
+                    place, "differs from the answer that it belongs to in whether it is learned"
+                )
             last["tool_calls"] = [*last.get("tool_calls", ()), *messages[0]["tool_calls"]]
         else:
             found += messages
         num_calls = len(found[-1].get("tool_calls", ())) if found else 0
         if len(found) > MAX_MESSAGES or num_calls > MAX_ITEMS:
             raise NotConverted(
-                place, f"is past {MAX_MESSAGES} messages, or {MAX_ITEMS} calls of one"
+                place,
+                f"is above the limit of {MAX_MESSAGES} messages, or of {MAX_ITEMS} calls in one",
             )
     _link_results(found)
     return found
 
 
 def _messages(where: str, turn: Any) -> tuple[str, list[dict[str, Any]]]:
-    """Return a turn's role, and the messages that it is."""
+    """Return a turn's role and its messages."""
     fields = Fields(turn, where)
     given = fields.take_text("role", "from", "author")
     role = ROLES.get(given.strip().lower())
     if role is None:
-        raise NotConverted(f"{where}.role", "is not known here")
+        raise NotConverted(f"{where}.role", "is not a role that is known here")
     is_gemini = isinstance(turn.get("parts"), list | dict)
     content = fields.take("content", "value", "parts")
     content = [content] if is_gemini and isinstance(content, dict) else content
@@ -103,12 +108,12 @@ def _messages(where: str, turn: Any) -> tuple[str, list[dict[str, Any]]]:
         content = texts[0] if len(texts) == 1 else parts or None
     calls += blocks.calls
     if calls and role not in ("assistant", "call"):
-        raise NotConverted(where, "calls a function without being the assistant's")
+        raise NotConverted(where, "has a call, but only the assistant calls functions")
     results = [{"role": "tool", **result} for result in blocks.results]
     if results and content is None:
         return role, [{**result, **kept} for result in results]
     if results and (role == "assistant" or set(kept) - NEUTRAL):
-        raise NotConverted(where, "has a tool's result beside what is said")
+        raise NotConverted(where, "must not have a tool's result together with text")
     message = {"role": "assistant" if role == "call" else role, "content": content, **kept}
     if calls:
         message["tool_calls"] = calls
@@ -140,7 +145,7 @@ def _blocks(where: str, content: list[Any]) -> _Blocks:
 
 
 def _calls(fields: Fields) -> list[dict[str, Any]]:
-    """Take the calls of a message: OpenAI's, of today and of before."""
+    """Take a message's calls, in OpenAI's current form or the older one."""
     calls = fields.take("tool_calls") or []
     if not isinstance(calls, list):
         raise NotConverted(fields.place("tool_calls"), "must be a list of tool calls")
@@ -162,7 +167,7 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _calls_of_text(where: str, text: Any) -> list[dict[str, Any]]:
-    """Return the calls that a turn's text is: an object with a name and arguments, or several."""
+    """Return the calls in a turn's text: an object with a name and arguments, or several."""
     try:
         told = read_value(text) if isinstance(text, str) else text
     except ValueError as error:
@@ -171,7 +176,7 @@ def _calls_of_text(where: str, text: Any) -> list[dict[str, Any]]:
 
 
 def _call(fields: Fields, *, call_id: Any = None) -> dict[str, Any]:
-    """Take a call, which has no id if none is given."""
+    """Take a call; it gets no id here if it has none."""
     if call_id is None:
         call_id = fields.take("id", "toolUseId")
     if not isinstance(call_id, str | None):
@@ -185,11 +190,11 @@ def _call(fields: Fields, *, call_id: Any = None) -> dict[str, Any]:
 
 
 def _result(fields: Fields) -> dict[str, Any]:
-    """Take what a tool answered, as the keys of a tool's message."""
+    """Take a tool's result, as the fields of a tool's message."""
     kept = {"tool_call_id": fields.take("tool_use_id", "toolUseId", "id")}
     kept |= fields.take_all("name")
     if fields.take("is_error") or fields.take("status") == "error":
-        raise NotConverted(fields.place("is_error"), "is not a key of ours: say it in the result")
+        raise NotConverted(fields.place("is_error"), "is not a known key: write it into the result")
     content = fields.take("content", "response")
     if isinstance(content, list):
         content = [_result_part(fields, part) for part in content]
@@ -214,7 +219,7 @@ def _result_part(fields: Fields, part: Any) -> dict[str, str]:
 
 
 def _link_results(messages: list[dict[str, Any]]) -> None:
-    """Give ids to calls without one, and to each tool's message without one that of its call."""
+    """Give ids to calls that have none, and to tools' messages the ids of their calls."""
     known = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
     fresh = (name for name in map("call_{}".format, itertools.count()) if name not in known)
     waiting: list[dict[str, Any]] = []
@@ -229,7 +234,10 @@ def _link_results(messages: list[dict[str, Any]]) -> None:
             waiting.remove(call)
             message["tool_call_id"] = call["id"]
         elif "tool_call_id" not in message:
-            raise NotConverted(f"messages[{index}]", "is a tool's, and answers no call before it")
+            raise NotConverted(
+                f"messages[{index}]",
+                "is a tool's message, but there is no earlier call that it answers",
+            )
 
 
 def _is_answered(call: dict[str, Any], message: dict[str, Any]) -> bool:
@@ -311,7 +319,7 @@ def _lower_types(schema: Any) -> Any:
 
 
 def has_own_form(message: Any) -> str | None:
-    """Return the format that a message among OpenAI's is written in; None: OpenAI's."""
+    """Return the other format in which a message of an OpenAI chat is written; None: OpenAI's."""
     if not isinstance(message, dict):
         return None
     role, content = message.get("role"), message.get("content")
@@ -340,7 +348,7 @@ def has_own_form(message: Any) -> str | None:
 
 
 def _lacks_form(call: Any) -> bool:
-    """Whether a call has no id, or arguments that are no text."""
+    """Return whether a call has no id, or arguments that are no text."""
     if not isinstance(call, dict):
         return False
     function = call.get("function", call)

@@ -11,13 +11,13 @@ from ..strict_json import read_array, read_value
 from .formats import converted, is_turn
 from .keys import NotConverted, json_text
 
-#: How many problems a conversion finds before it ends.
+#: Number of problems after which a conversion ends.
 MAX_PROBLEMS = 20
 _SHOWN_PROBLEMS = 5
 
 
 class Conversion:
-    """Converts one file. Afterwards: what its rows were, and the problems that it has.
+    """Converts one file; afterwards it knows the formats of its rows and its problems.
 
     num_rows  that were written
     formats   by their names, how many lines were in each; rows of ours are not counted
@@ -66,7 +66,7 @@ class Conversion:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[tuple[str, Any, bytes | None]]:
-    """Yield each row or what is wrong with it, after its place, with the line that is only it."""
+    """Yield each row or its fault, after its place, with the line if the row is all of it."""
     rest, is_first = iter(lines), True
     for number, line in enumerate(rest, start=1):
         if not line.strip():
@@ -75,7 +75,8 @@ def _rows(lines: Iterable[bytes]) -> Iterator[tuple[str, Any, bytes | None]]:
         try:
             if begins != b"[":
                 yield where, read_value(_text(line)), line.rstrip(b"\r\n")
-            elif is_first and not line.rstrip().endswith(b"]"):  # it goes on to the file's end
+            # the array continues to the end of the file
+            elif is_first and not line.rstrip().endswith(b"]"):
                 yield from _of_array(where, _text(b"\n".join([line, *rest])))
             else:
                 yield from _of_array(where, _text(line))
@@ -105,4 +106,4 @@ def _written(row: Any) -> bytes:
     try:
         return json_text(row).encode()
     except UnicodeEncodeError:
-        raise NotConverted("", "has half of a surrogate pair, which is no character") from None
+        raise NotConverted("", "has half of a surrogate pair, which is not a character") from None

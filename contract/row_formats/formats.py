@@ -1,4 +1,4 @@
-"""The formats of rows: how one is recognised, and what its rows are as rows of ours."""
+"""The formats of rows: how to recognise one, and how to convert its rows into rows of ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEGIN, _END = "<|im_start|>", "<|im_end|>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """A format by its name, and the function that makes a row of ours of one of its rows.
+    """A format by its name, and the function that converts one of its rows into a row of ours.
 
     `convert` raises NotConverted.
     """
@@ -29,7 +29,7 @@ class Format:
 
 
 def format_of(row: Any) -> Format | None:
-    """Return the format of a row that is not one of ours; None: it is, or nobody's."""
+    """Return the format of a row; None if it is one of ours, or of no known format."""
     if not isinstance(row, dict):
         return None
     keys = {name for name, value in row.items() if not says_nothing(value)}
@@ -58,7 +58,7 @@ def format_of(row: Any) -> Format | None:
 
 
 def converted(row: Any) -> tuple[str | None, list[Any]]:
-    """Return the name of a row's format, and the rows of ours that it is; None: it is ours.
+    """Return the name of a row's format, and the converted rows; None if the row is one of ours.
 
     Raises NotConverted.
     """
@@ -80,7 +80,7 @@ def converted(row: Any) -> tuple[str | None, list[Any]]:
 
 
 def is_turn(value: Any) -> bool:
-    """Whether a value is a message, and not a row."""
+    """Return whether a value is a message, and not a row."""
     return isinstance(value, dict) and bool({"role", "from"} & value.keys())
 
 
@@ -129,7 +129,9 @@ def _chat(fields: Fields, messages: list[dict[str, Any]]) -> Row:
     system = fields.take(*_SYSTEMS)
     if system:
         if messages and messages[0]["role"] in ("system", "developer"):
-            raise NotConverted("system", "is beside a message of the system: write one of them")
+            raise NotConverted(
+                "system", "is given, and a message of the system too: remove one of them"
+            )
         messages = [{"role": "system", "content": text_of(system, "system")}, *messages]
     row: Row = {"messages": messages}
     tools = [tool for name in ("tools", "functions", "toolConfig") for tool in _take(fields, name)]
@@ -144,11 +146,11 @@ def _take(fields: Fields, name: str) -> list[dict[str, Any]]:
 
 
 def _prompt_and_completion(fields: Fields) -> Row:
-    """Convert two lists of messages, of which the second is learned."""
+    """Convert two lists of messages; only the second is learned."""
     before = messages_of(fields.take("prompt"), "prompt")
     turns = fields.take("completion")
     if turns is None:
-        raise NotConverted("completion", "is missing: it is what is learned")
+        raise NotConverted("completion", "is missing: it is the text to learn")
     for message in before:
         if message["role"] == "assistant":
             message["weight"] = 0
@@ -165,9 +167,11 @@ def _alpaca(fields: Fields) -> Row:
     instruction = fields.take_text("instruction")
     given = fields.take("input", "context")
     answer = fields.take_text(*_ANSWERS)
-    whole = fields.take("text")  # the two in Stanford's template, which ours does not have
+    whole = fields.take("text")  # both are in Stanford's template, which rows of ours do not have
     if whole is not None and not _repeats(whole, instruction, answer):
-        raise NotConverted("text", "is not what the instruction and the output say")
+        raise NotConverted(
+            "text", "differs from the instruction and the output: remove one of them"
+        )
     if not isinstance(given, str | None):
         raise NotConverted("input", "must be a string")
     return _exchange(fields, f"{instruction}\n{given}" if given else instruction, answer)
@@ -211,10 +215,10 @@ def _text(fields: Fields) -> Row:
     if not turns or before.strip() or len(messages) < len(turns):
         raise NotConverted(
             "text",
-            "does not say what is learned of it: write a prompt and a completion, or messages",
+            "does not say which part is learned: write a prompt and a completion, or messages",
         )
     return _chat(fields, messages_of(messages, "text"))
 
 
 def _tokens(fields: Fields) -> Row:
-    raise NotConverted("", "has to be given as text: write a prompt and a completion, or messages")
+    raise NotConverted("", "must be text: write a prompt and a completion, or messages")

@@ -1,28 +1,73 @@
-"""The keys of rows beside those that are read: neutral ones, and why others are refused."""
+"""Keys of rows that the reader does not use: neutral keys, and reasons why others are refused."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-#: Of a row.
+#: Largest number of messages in a row.
 MAX_MESSAGES = 2048
-#: Lists of one message, and functions of one row, have at most so many items.
+#: Largest number of items in each list of a message, and of functions in a row.
 MAX_ITEMS = 128
-#: Keys that change nothing, in a row, a message, a part of a content, a tool or a call.
+#: Keys without effect in a row, a message, a part of a content, a tool or a call.
 NEUTRAL = frozenset(
     (
-        *("id", "uuid", "uid", "idx", "index", "hash", "custom_id"),
-        *("row_id", "message_id", "prompt_id", "conversation_id", "session_id", "sample_id"),
-        *("source", "dataset", "dataset_name", "subset", "split", "origin", "url", "license"),
-        *("metadata", "meta", "extra", "tags", "comment", "notes", "title", "author", "version"),
-        *("category", "topic", "domain", "task", "task_type", "difficulty"),
-        *("lang", "language", "num_turns", "num_tokens", "token_count", "schemaVersion"),
-        *("timestamp", "date", "created", "created_at", "updated_at"),
-        *("model", "model_name", "generator", "annotator", "cache_control"),
+        "id",
+        "uuid",
+        "uid",
+        "idx",
+        "index",
+        "hash",
+        "custom_id",
+        "row_id",
+        "message_id",
+        "prompt_id",
+        "conversation_id",
+        "session_id",
+        "sample_id",
+        "source",
+        "dataset",
+        "dataset_name",
+        "subset",
+        "split",
+        "origin",
+        "url",
+        "license",
+        "metadata",
+        "meta",
+        "extra",
+        "tags",
+        "comment",
+        "notes",
+        "title",
+        "author",
+        "version",
+        "category",
+        "topic",
+        "domain",
+        "task",
+        "task_type",
+        "difficulty",
+        "lang",
+        "language",
+        "num_turns",
+        "num_tokens",
+        "token_count",
+        "schemaVersion",
+        "timestamp",
+        "date",
+        "created",
+        "created_at",
+        "updated_at",
+        "model",
+        "model_name",
+        "generator",
+        "annotator",
+        "cache_control",
     )
 )
-#: Keys of a message that say whether it is learned: OpenAI's `weight`, and other trainers' names.
+#: Keys of a message that decide whether it is learned: OpenAI's `weight`, and other trainers'
+#: names.
 NUMBER_SWITCHES = ("weight", "loss_weight")
 BOOLEAN_SWITCHES = ("loss", "train", "training")
 SWITCHES = NUMBER_SWITCHES + BOOLEAN_SWITCHES
@@ -31,44 +76,59 @@ PREFERENCE = (
     "is a key of preference tuning (DPO, KTO), which is not available yet: keep the rows whose "
     "answer is good, without this key"
 )
-_NO_TEXT = "is not text, and the models read text alone: leave such rows out"
+_NO_TEXT = "is not text, and the models read only text: remove such rows"
 _THOUGHTS = (
-    "would not be learned: write the thoughts into `content`, as the model writes them "
-    "(<think>…</think>)"
+    "would not be learned: write it into `content`, as the model writes thoughts (<think>…</think>)"
 )
 UNKNOWN = (
-    "is not a key that is known here, and may change what is learned: if it does not, move it into "
-    "`metadata`"
+    "is not a known key, and may change what is learned: if it does not, move it into `metadata`"
 )
-NO_ROW = (
-    "has neither `messages` nor a `prompt` and its `completion`, and is of no other format that is "
-    "known here"
-)
+NO_ROW = "has neither `messages` nor `prompt` and `completion`, and has no other known format"
 _PREFERENCE_KEYS = frozenset(
     (
-        *("preferred_output", "non_preferred_output", "preference", "margin", "kto_tag"),
-        *("score_chosen", "score_rejected", "reward", "rewards"),
+        "preferred_output",
+        "non_preferred_output",
+        "preference",
+        "margin",
+        "kto_tag",
+        "score_chosen",
+        "score_rejected",
+        "reward",
+        "rewards",
     )
 )
 _MEDIA_KEYS = frozenset(
     (
-        *("image", "images", "image_url", "video", "videos", "audio", "audios"),
-        *("objects", "attachments", "files"),
+        "image",
+        "images",
+        "image_url",
+        "video",
+        "videos",
+        "audio",
+        "audios",
+        "objects",
+        "attachments",
+        "files",
     )
 )
 _THOUGHT_KEYS = frozenset(("reasoning_content", "reasoning", "thinking", "thinking_blocks"))
 _THOUGHT_PARTS = (
-    *("thinking", "redacted_thinking", "think", "reasoning", "reasoning_text", "reasoningContent"),
+    "thinking",
+    "redacted_thinking",
+    "think",
+    "reasoning",
+    "reasoning_text",
+    "reasoningContent",
 )
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a key with this value is as good as none: exports fill columns so."""
+    """Return whether this value of a key means the same as no key: exports fill columns with it."""
     return value is None or value == [] or value == {}
 
 
 def is_preference(name: str, value: Any) -> bool:
-    """Whether a key with this value marks an answer as better or worse than another."""
+    """Return whether this value of a key marks an answer as better or worse than another."""
     if name == "label":
         return isinstance(value, bool)
     return name in _PREFERENCE_KEYS or name.startswith(("chosen", "rejected"))
@@ -84,13 +144,13 @@ def refusal(name: str, value: Any) -> str:
 
 
 def part_refusal(part: Any) -> str:
-    """Return why a part of a content is refused that is not of text."""
+    """Return why a part of a content that is not text is refused."""
     kinds = [*part, part.get("type")] if isinstance(part, dict) else []
     return _THOUGHTS if any(kind in _THOUGHT_PARTS for kind in kinds) else _NO_TEXT
 
 
 def shown(name: str) -> str:
-    """Write a key of a stranger for a message."""
+    """Return a stranger's key in a form that is safe in a message."""
     return name if name.isprintable() and len(name) <= 60 else ascii(name[:60])
 
 
@@ -99,7 +159,7 @@ class NotConverted(Exception):
 
 
 class Fields:
-    """The keys of an object, each of which is taken once: what is left is neutral, or a loss."""
+    """The keys of an object, each taken once; the keys that remain are neutral or a loss."""
 
     def __init__(self, value: Any, where: str = "") -> None:
         if not isinstance(value, dict):
@@ -111,11 +171,11 @@ class Fields:
         return f"{self._where}.{shown(name)}" if self._where else shown(name)
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of these keys that is there; None: of no key."""
+        """Return the value of the first of these keys that exists; None if none does."""
         return next((self._left.pop(name) for name in names if name in self._left), None)
 
     def take_text(self, *names: str) -> str:
-        """Return the text of the first of these keys that is there."""
+        """Return the text of the first of these keys that exists."""
         name = next((name for name in names if name in self._left), names[0])
         value = self.take(name)
         if not isinstance(value, str):
@@ -123,11 +183,11 @@ class Fields:
         return value
 
     def take_all(self, *names: str) -> dict[str, Any]:
-        """Return those of these keys that are there, to be kept as they are."""
+        """Return the existing ones of these keys, to be kept unchanged."""
         return {name: self._left.pop(name) for name in names if name in self._left}
 
     def rest(self) -> dict[str, Any]:
-        """Return the neutral keys that are left. Raises NotConverted for another one."""
+        """Return the neutral keys that remain. Raises NotConverted for any other key."""
         for name, value in self._left.items():
             if name not in NEUTRAL:
                 raise NotConverted(self.place(name), refusal(name, value))

@@ -10,9 +10,9 @@ class AdaptersConfig(AppConfig):
         from controlplane.limits import quotas
         from controlplane.tenancy import epochs
 
-        quotas.USES["storage_bytes"].append(services.storage_used)
-        quotas.USES["storage_bytes"].append(deletion.storage_used)
-        quotas.USES["adapter_checks"].append(services.checks_waiting)
+        quotas.USES["storage_bytes"].connect(services.storage_used)
+        quotas.USES["storage_bytes"].connect(deletion.storage_used)
+        quotas.USES["adapter_checks"].connect(services.checks_waiting)
         epochs.watch(Adapter)
         epochs.watch(AdapterVersion)
         epochs.watch(BaseModel, is_shared=True)

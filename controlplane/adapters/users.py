@@ -1,21 +1,19 @@
-"""What other rooms say before names and versions of adapters change.
-
-They use adapters and are above this room, so they add their checks when they start.
-"""
+"""Ask the packages that use adapters before a name or a version of an adapter changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.infra.hooks import Hook
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import current_tenant_id
 
 #: Called with a locked adapter, its versions that are about to go, and whether one stays live.
 #: Raises Conflict, which names what uses them.
-VERSION_CHECKS: list[Callable[[Adapter, Sequence[AdapterVersion], bool], None]] = []
+before_versions_go = Hook[[Adapter, Sequence[AdapterVersion], bool], None]()
 #: Called with the name of an adapter that is about to be made. Raises Conflict.
-NAME_CHECKS: list[Callable[[str], None]] = []
+before_name = Hook[[str], None]()
 
 
 def versions_check(
@@ -25,15 +23,13 @@ def versions_check(
 
     stays_live  whether the adapter has a live version afterwards
     """
-    for check in VERSION_CHECKS:
-        check(adapter, gone, stays_live)
+    before_versions_go(adapter, gone, stays_live)
 
 
 def name_check(name: str) -> None:
     """Raise Conflict if something of the tenant has the name already. Call it in a transaction."""
     names_lock()
-    for check in NAME_CHECKS:
-        check(name)
+    before_name(name)
 
 
 def names_lock() -> None:

@@ -11,8 +11,8 @@ class AliasesConfig(AppConfig):
         from controlplane.tenancy import epochs
         from controlplane.usage import services as usage
 
-        users.VERSION_CHECKS.append(protection.versions_check)
-        users.NAME_CHECKS.append(protection.adapter_name_check)
-        usage.ON_SETTLED.append(watching.records_note)
+        users.before_versions_go.connect(protection.versions_check)
+        users.before_name.connect(protection.adapter_name_check)
+        usage.records_settled.connect(watching.records_note)
         # A new alias may take a name that an adapter had alone.
         epochs.watch(Alias, has_inserts=True)

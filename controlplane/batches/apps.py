@@ -13,8 +13,8 @@ class BatchesConfig(AppConfig):
         from controlplane.infra import metrics
 
         metrics.READINGS["batches"] = readings.batches
-        services.READERS.append(_input_files)
-        services.MADE_OF_MODELS.append(_made_files)
+        services.files_in_use.connect(_input_files)
+        services.files_made.connect(_made_files)
 
 
 def _made_files() -> list[QuerySet[Any, Any]]:

@@ -234,8 +234,7 @@ async def _tokens(caller: Caller, messages: list[Any], *, has_more: bool) -> lis
 
     events = await _events(caller, body, tokenized)
     found = events[-1].token_ids
-    if found is None:
-        raise Unavailable("The worker that answered is of an older version.")
+    assert found is not None
     return list(found)
 
 

@@ -8,4 +8,4 @@ class FilesConfig(AppConfig):
         from controlplane.files import services
         from controlplane.limits import quotas
 
-        quotas.USES["storage_bytes"].append(services.storage_used)
+        quotas.USES["storage_bytes"].connect(services.storage_used)

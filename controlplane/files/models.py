@@ -48,7 +48,7 @@ class File(PublicIdModel):
     #: While it is uploaded: the most that it may have.
     num_bytes = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, blank=True)
-    #: Of one for training; null: of others, and of one that was uploaded before this was kept.
+    #: Rows of a file for training; null for others.
     num_rows = models.PositiveIntegerField(null=True)
     expires_at = models.DateTimeField(null=True, db_index=True)
     #: While it is uploaded: the writer's last heartbeat.

@@ -24,6 +24,7 @@ from controlplane.files import contents
 from controlplane.files.contents import FileWriter
 from controlplane.files.models import MADE, File, Purpose, Upload, UploadPart
 from controlplane.infra import storage
+from controlplane.infra.hooks import Hook
 from controlplane.limits import quotas
 from controlplane.tenancy.model_scope import current_bounds
 from controlplane.tenancy.public_ids import parse_id
@@ -41,20 +42,20 @@ MAX_PARTS = 10_000
 #: Uploads that may still become a file.
 PENDING = (Upload.Status.PENDING, Upload.Status.ASSEMBLING)
 
-#: Functions that return the ids of files, in the current scope, that accepted work still reads.
-#: Their bytes stay until that ends; then the sweep removes them. Apps register theirs here.
-READERS: list[Callable[[], QuerySet[Any, Any]]] = []
+#: Returns the ids of files, in the current scope, that accepted work still reads. Their bytes stay
+#: until that ends; then the sweep removes them.
+files_in_use = Hook[[], QuerySet[Any, Any]]()
 
-#: Functions that return the ids of files that the platform made for models which the caller may
-#: name: one query for each kind of file. Apps register theirs here.
-MADE_OF_MODELS: list[Callable[[], list[QuerySet[Any, Any]]]] = []
+#: Returns the ids of files that the platform made for models which the caller may name: one query
+#: for each kind of file.
+files_made = Hook[[], list[QuerySet[Any, Any]]]()
 
 
 def is_read() -> Q:
     """Return the condition for files that accepted work still reads."""
     found = Q(pk__in=[])
-    for ids in READERS:
-        found |= Q(pk__in=ids())
+    for ids in files_in_use():
+        found |= Q(pk__in=ids)
     return found
 
 
@@ -97,8 +98,8 @@ def files_list() -> QuerySet[File]:
     if current_bounds() is None:
         return rows
     is_allowed = ~Q(purpose__in=MADE)
-    for made_of_models in MADE_OF_MODELS:
-        for ids in made_of_models():
+    for queries in files_made():
+        for ids in queries:
             is_allowed |= Q(pk__in=ids)
     return rows.filter(is_allowed)
 

@@ -8,12 +8,12 @@ class FineTuningConfig(AppConfig):
     name = "controlplane.fine_tuning"
 
     def ready(self) -> None:
-        from controlplane.files.services import MADE_OF_MODELS
+        from controlplane.files.services import files_made
         from controlplane.fine_tuning.results import result_file_make
         from controlplane.training.publishing import BEFORE_SUCCESS
 
         BEFORE_SUCCESS.append(result_file_make)
-        MADE_OF_MODELS.append(_made_files)
+        files_made.connect(_made_files)
 
 
 def _made_files() -> list[QuerySet[Any, Any]]:

@@ -5,10 +5,7 @@ The store copies the bytes itself; none of them passes through this process.
 
 from __future__ import annotations
 
-from contract import chat_rows
-from contract.line_reader import lines
 from controlplane.errors import InvalidRequest, NotFound, Unavailable
-from controlplane.files.contents import pieces
 from controlplane.files.models import File, Purpose
 from controlplane.files.services import file_get
 from controlplane.infra import storage
@@ -45,15 +42,12 @@ def take_over(file: File, param: str) -> Rows:
     try:
         if storage.object_size(key) != file.num_bytes:
             storage.copy(file.key, key)
-        num_rows = file.num_rows
-        if num_rows is None:  # uploaded before files knew theirs
-            found = lines(pieces(file), max_bytes=chat_rows.MAX_LINE_BYTES)
-            num_rows = sum(1 for line in found if line.strip())
     except storage.ObjectMissing as error:
         raise NotFound("There is no such file.", param=param) from error
     except storage.STORAGE_ERRORS as error:
         raise Unavailable("The object store does not answer.") from error
-    return Rows(sha256=file.sha256, num_bytes=file.num_bytes, num_rows=num_rows)
+    assert file.num_rows is not None, "its purpose is fine-tuning"
+    return Rows(sha256=file.sha256, num_bytes=file.num_bytes, num_rows=file.num_rows)
 
 
 def dataset_from_file(*, name: str, file_id: str, appends: bool) -> Dataset:

@@ -44,6 +44,7 @@ from controlplane.outbox.models import EventType
 from controlplane.outbox.services import publish
 from controlplane.tenancy.row_lease import RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.training.lost_runs import runs_conclude
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def _inspect(inspection: AdapterInspection) -> None:
         _put_off(inspection, "The inspector failed; its log says why.")
     else:
         _decide_for(inspection, found)
+    runs_conclude(version)  # at once: a tick would look at them up to half a minute later
 
 
 def _found(inspection: AdapterInspection) -> dict[str, Any]:

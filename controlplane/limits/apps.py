@@ -10,6 +10,6 @@ class LimitsConfig(AppConfig):
         from controlplane.tenancy import epochs
         from controlplane.tenants import key_grants
 
-        key_grants.LIMITED.append(services.limited_keys)
+        key_grants.limited_keys.connect(services.limited_keys)
         epochs.watch(RateLimit, has_inserts=True)
         epochs.watch(Budget, has_inserts=True)

@@ -16,16 +16,17 @@ from django.db.models.functions import Coalesce
 
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
+from controlplane.infra.hooks import Hook
 from controlplane.infra.locks import lock_until_commit
 from controlplane.limits.models import TenantQuota
 from controlplane.tenancy.scoping import current_tenant_id
 
-#: By quota: functions that count what the tenant in scope uses of it. Apps register theirs here.
-USES: dict[str, list[Callable[[], int]]] = {
-    "storage_bytes": [],
-    "training_runs": [],
-    "training_device_seconds": [],
-    "adapter_checks": [],
+#: By quota: counts what the tenant in scope uses of it.
+USES: dict[str, Hook[[], int]] = {
+    "storage_bytes": Hook(),
+    "training_runs": Hook(),
+    "training_device_seconds": Hook(),
+    "adapter_checks": Hook(),
 }
 
 
@@ -37,7 +38,7 @@ def allowed(name: str) -> int:
 
 def used(name: str) -> int:
     """Return how much the tenant in scope uses of a quota in `USES`."""
-    return sum(use() for use in USES[name])
+    return sum(USES[name]())
 
 
 def allowed_to_each(name: str, *, tenant: str = "tenant_id") -> Coalesce:

@@ -27,7 +27,7 @@ class Backlog:
     tenant_id: str
     requests: int
     tokens: int
-    since: float | None  # Unix seconds, of its oldest; None: an older version put it there
+    since: float | None  # Unix seconds, of its oldest; None: it has just been taken
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from django.db import connection, transaction
 
+from controlplane.infra.hooks import Hook
 from controlplane.outbox.models import EventType, OutboxEvent
 
-#: Called after the commit of an event; `controlplane.webhooks` adds its own.
-LISTENERS: list[Callable[[], None]] = []
+#: Called after the commit of an event.
+event_stored = Hook[[], None]()
 
 
 def publish(type: EventType, **data: Any) -> OutboxEvent:
@@ -26,6 +26,5 @@ def publish(type: EventType, **data: Any) -> OutboxEvent:
             "publish an event in the transaction of its change"
         )
     event = OutboxEvent.objects.create(type=type, data=data)
-    for listener in LISTENERS:
-        transaction.on_commit(listener, robust=True)
+    transaction.on_commit(event_stored, robust=True)
     return event

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from controlplane.errors import Conflict, PermissionDenied
+from controlplane.infra.hooks import Hook
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import (
@@ -25,8 +26,8 @@ from controlplane.tenants.models import ApiKey
 
 #: The most keys that a key may come from: every request looks up the limits of each.
 MAX_ANCESTORS = 8
-#: Functions that return which of the given keys have limits. Apps with limits register theirs.
-LIMITED: list[Callable[[Iterable[uuid.UUID]], set[uuid.UUID]]] = []
+#: Returns which of the given keys have limits of their own.
+limited_keys = Hook[[Iterable[uuid.UUID]], set[uuid.UUID]]()
 
 
 def rules_of(api_key: ApiKey) -> KeyRules:
@@ -154,7 +155,7 @@ def ancestors_for(by: Principal | None) -> list[str]:
 
 def _limited_keys(api_key: ApiKey) -> set[uuid.UUID]:
     """Return the key and its ancestors, as far as they have their own limits."""
-    return {key_id for limited in LIMITED for key_id in limited(api_key.line)}
+    return set().union(*limited_keys(api_key.line))
 
 
 def _refuse(field: str, what: str) -> None:

@@ -9,8 +9,8 @@ class TrainingConfig(AppConfig):
         from controlplane.limits import quotas
         from controlplane.training import contents, picking, readings, saved_states, services
 
-        quotas.USES["training_runs"].append(services.runs_active)
-        quotas.USES["training_device_seconds"].append(picking.device_seconds_used)
-        quotas.USES["storage_bytes"].append(contents.num_bytes)
-        quotas.USES["storage_bytes"].append(saved_states.storage_used)
+        quotas.USES["training_runs"].connect(services.runs_active)
+        quotas.USES["training_device_seconds"].connect(picking.device_seconds_used)
+        quotas.USES["storage_bytes"].connect(contents.num_bytes)
+        quotas.USES["storage_bytes"].connect(saved_states.storage_used)
         metrics.READINGS["training"] = readings.training

@@ -1,4 +1,4 @@
-"""Handle runs that nobody works on any more: the second half of a tick."""
+"""Handle runs that nobody works on any more: in a tick, and when their versions are decided."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ def training_runs_reconcile() -> None:
         _each(left, lambda run: services.training_run_drop(run=run))
         _each(picking.first_that_wait_for_quota(), _tell_of_quota)
     sending.runs_send()
+
+
+def runs_conclude(version: AdapterVersion) -> None:
+    """End the runs that published a version, once it is decided; a tick ends those left over."""
+    decided = (AdapterVersion.Status.READY, AdapterVersion.Status.REJECTED)
+    runs = TrainingRun.objects.filter(
+        status=Status.PUBLISHING, version=version, version__status__in=decided
+    )
+    _each(runs.select_related("version"), _reconcile)
 
 
 def _each(runs: QuerySet[TrainingRun], do: Callable[[TrainingRun], None]) -> None:

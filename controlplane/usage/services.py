@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from django.db import transaction
 
 from contract.inspection import PROBE_ENDPOINT
 from contract.protocol import DoneRecord
+from controlplane.infra.hooks import Hook
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.totals import usage_totals_add
 
-#: Called with the records that are new, in the transaction that writes their rows: rooms above this
-#: one add what they count. Whatever one raises undoes the rows, too.
-ON_SETTLED: list[Callable[[Sequence[DoneRecord]], None]] = []
+#: Called with the records that are new, in the transaction that writes their rows. An error undoes
+#: the rows, too.
+records_settled = Hook[[Sequence[DoneRecord]], None]()
 
 #: Records of one request, if there could be two, lie no further apart.
 _NEAR = dt.timedelta(days=1)
@@ -39,9 +40,7 @@ def usage_settle(records: Sequence[DoneRecord]) -> None:
         written = usage_records_create(usage)
         InferenceRequest.objects.bulk_create(log, ignore_conflicts=True)
         rows = zip(records, usage, strict=True)
-        new = [record for record, row in rows if row.pk in written]
-        for note in ON_SETTLED:
-            note(new)
+        records_settled([record for record, row in rows if row.pk in written])
 
 
 def usage_records_create(rows: Sequence[UsageRecord]) -> set[uuid.UUID]:

@@ -9,5 +9,5 @@ class WebhooksConfig(AppConfig):
         from controlplane.outbox import services as outbox
         from controlplane.webhooks import readings, tasks
 
-        outbox.LISTENERS.append(tasks.wake)
+        outbox.event_stored.connect(tasks.wake)
         metrics.READINGS["webhooks"] = readings.webhooks

@@ -31,11 +31,11 @@ class Arrival(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a step that reads the adapter may be launched, if it calls the waits below."""
+        """Return whether a step that reads the adapter may be launched, with the waits below."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the copy is complete; raises the error if it failed."""
+        """Return whether the copy is complete; raises the error if it failed."""
 
     def await_layer(self, layer: int) -> None:
         """Make the kernels that are launched from now on wait for the layer's pages."""
@@ -111,7 +111,7 @@ class _BusCopy:
     ) -> None:
         self.future: Future[None] | None = None
         self._device = device
-        # Of each layer, the event of the first group that holds all its pages.
+        # For each layer, the event of the first group that holds all its pages.
         self._events = [events[next(group for group in events if group >= end)] for end in ends]
         self._last = events[max(events)]
 

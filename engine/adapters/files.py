@@ -2,8 +2,8 @@
 
 The tensors file is read once, into a buffer that is used again. It is not memory-mapped: if another
 process truncated a mapped file, this process would die. Each value is copied once, from the buffer
-into its tile. Meanwhile another thread hashes the same bytes, which takes longer than all the rest.
-So at every load, the bytes that were loaded are the bytes that were verified.
+into its tile. At the same time another thread hashes the same bytes, which takes longer than all
+the rest. So at every load, the bytes that were loaded are the bytes that were verified.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _MAX_KEPT_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What is known of a folder before its tensors are read."""
+    """The facts about a folder that are known before its tensors are read."""
 
     plan: AdapterPlan
     config_text: bytes
-    header: bytes  # of the tensors file, its length included
+    header: bytes  # the tensors file's header with its length
     tensors: Mapping[str, Tensor]  # by name, as the header describes them
 
 
@@ -76,7 +76,7 @@ class AdapterReader:
         self._reads_draft_heads = reads_draft_heads
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
-        #: Whether a digest always means the same content.
+        #: True if a digest always means the same content.
         self.verifies = digest_of is not None
         self._buffers: deque[bytearray] = deque(maxlen=4)
         # One thread at a time: each takes Python's lock from the step loop many times.
@@ -172,7 +172,7 @@ class AdapterReader:
         try:
             tensors = parse_header(header, file_bytes)
         except AdapterMismatch:
-            check_config(config)  # what is wrong there may be why
+            check_config(config)  # a fault in the config may be the cause
             raise
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         plan = plan_adapter(config, shapes, self._model, file_bytes)

@@ -68,7 +68,7 @@ class HostMemory:
         return self._pool.num_free
 
     def can_take(self, num_pages: int) -> bool:
-        """Whether `take` has room; always true for an adapter that is larger than the slab."""
+        """Return whether `take` has room; always true for an adapter larger than the slab."""
         return num_pages > self.num_pages or self._pool.can_take(num_pages)
 
     def take(self, num_pages: int) -> HostPages:

@@ -34,12 +34,12 @@ def clear(values: torch.Tensor) -> None:
 
 
 def are_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN; reads contiguous `values` once."""
+    """Return whether no value is infinite or NaN; reads contiguous `values` once."""
     return bits_are_finite(bits(values.view(-1)), values.dtype)
 
 
 def bits_are_finite(flat: Bits, dtype: torch.dtype) -> bool:
-    """Whether no value is infinite or NaN, given the `bits` of values of `dtype`."""
+    """Return whether no value is infinite or NaN, given the `bits` of values of `dtype`."""
     scratch = np.empty(min(_PIECE, flat.size), flat.dtype)
     magnitude = flat.dtype.type((1 << (8 * flat.itemsize - 1)) - 1)
     for first in range(0, flat.size, _PIECE):

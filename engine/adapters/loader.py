@@ -25,7 +25,7 @@ from engine.stats import LoadCounts
 
 log = logging.getLogger(__name__)
 
-# The most threads that were given up and still hang; beyond these nothing more is read.
+# Largest number of threads that were given up and still hang; beyond it nothing more is read.
 _MAX_HUNG = 16
 
 
@@ -40,7 +40,7 @@ class _Hung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """How much is loaded at a time, and kept.
+    """Limits of loading and of host memory.
 
     num_threads   adapters read from disk at a time
     max_prefetch  missing adapters of waiting requests that are loaded ahead of them
@@ -74,7 +74,7 @@ class AdapterLoader:
         self._reader, self._host, self._pool = reader, host, pool
         self._limits, self._clock = limits, clock
         self._in_host: dict[str, Adapter] = {}  # packed ones
-        # Of these, those in the slab that are not being copied to the arena.
+        # Those of them in the slab that are not being copied to the arena.
         self._evictable = EvictionIndex(partial(packed_candidate_of, costs))
         self._loading: set[Adapter] = set()
         self._failed: dict[str, Adapter] = {}  # may not be tried again yet
@@ -106,7 +106,7 @@ class AdapterLoader:
         """
         if adapter.state is AdapterState.DISK and adapter.num_pages <= self._host.num_pages:
             self._to_prefetch[adapter.digest] = adapter
-        elif adapter.digest in self._in_host:  # now it is told among the newest
+        elif adapter.digest in self._in_host:  # the heartbeat now names it among the newest
             self._in_host[adapter.digest] = self._in_host.pop(adapter.digest)
 
     def start_prefetch(self, keep: Collection[str]) -> None:
@@ -135,7 +135,7 @@ class AdapterLoader:
         return bool(self._to_prefetch) or any(adapter.is_prefetched for adapter in self._loading)
 
     def is_coming(self, adapter: Adapter) -> bool:
-        """Whether the adapter is being read, or waits to be prefetched."""
+        """Return whether the adapter is being read, or waits to be prefetched."""
         return adapter in self._loading or adapter.digest in self._to_prefetch
 
     def _start(self, adapter: Adapter) -> None:
@@ -204,14 +204,14 @@ class AdapterLoader:
         )
 
     def _is_out_of_reach(self, adapter: Adapter) -> bool:
-        """Whether reading it would probably make one more thread hang."""
+        """Return whether reading it would probably make one more thread hang."""
         return len(self._hung) >= _MAX_HUNG or any(h.path == adapter.path for h in self._hung)
 
     # Failures
 
     @property
     def has_failures(self) -> bool:
-        """Whether any adapter has failed and may not be tried again yet."""
+        """Return whether any adapter has failed and may not be tried again yet."""
         return bool(self._failed)
 
     def note_failure(self, adapter: Adapter, error: BaseException) -> None:

@@ -18,7 +18,7 @@ SUB_PAGES = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a packed adapter lies in the arena.
+    """The location of a packed adapter in the arena.
 
     pages  pages of the arena that hold its first pages, in order
     tail   sub-pages (arena page * SUB_PAGES + sub-page in it) that hold the filled sub-pages of its

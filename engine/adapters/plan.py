@@ -20,7 +20,7 @@ from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Numbers for the two matrices outside the layers that an adapter may change: one comes before the
+# Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
 EMBEDDING, HEAD = 7, 8
 
@@ -53,7 +53,7 @@ class Site(NamedTuple):
         return model.projection_widths[self.projection]
 
     def has_bias(self, model: ModelConfig) -> bool:
-        """Whether the base adds a bias to the product."""
+        """Return whether the base adds a bias to the product."""
         if self.projection >= EMBEDDING:
             return False
         return (*[model.qkv_bias] * 3, model.o_bias, *[model.mlp_bias] * 3)[self.projection]
@@ -74,7 +74,7 @@ class Target(AdaptedMatrix):
         return self.site.projection
 
     def has_shift(self, model: ModelConfig) -> bool:
-        """Whether a vector is added to the product, see `engine.adapters.values.AppliedValues`."""
+        """Return whether a vector is added to the product, see `AppliedValues`."""
         return self.bias is not None or (self.magnitude is not None and self.site.has_bias(model))
 
     @property
@@ -85,7 +85,7 @@ class Target(AdaptedMatrix):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
-    """What an adapter changes; all that is needed to place it in memory.
+    """The changes that an adapter makes, and everything needed to place it in memory.
 
     targets     adapted projections of layers, in layer order
     embedding   the adapted token embedding; None: it has no LoRA

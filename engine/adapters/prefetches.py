@@ -1,5 +1,4 @@
-"""Prefetches: what is to be in the arena before a request needs it, once or for as long as it is
-pinned. No torch here.
+"""Prefetches: loads adapters into the arena before requests need them, and pins them. No torch.
 
 A prefetch never takes anything from a request: it starts when no waiting request misses an adapter,
 and makes room only of what is idle. A pinned adapter is not idle, so nothing evicts it, with one
@@ -39,7 +38,7 @@ class Prefetches:
         self._pinned: dict[str, Adapter] = {}
 
     def __bool__(self) -> bool:
-        """Whether any adapter is on its way to the arena."""
+        """Return whether any adapter is on its way to the arena."""
         return bool(self._to_arena)
 
     @property

@@ -1,4 +1,4 @@
-"""Adapter: what the store knows of one adapter. There may be thousands, so it stays small."""
+"""Adapter: the store's record of one adapter. There may be thousands, so it stays small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.adapters.pages import SUB_PAGES, Place
 from engine.adapters.tiles import TileMap
 from engine.errors import AdapterDamaged, AdapterError, AdapterUnavailable
 
-# The pause between two attempts to load an adapter; doubled with each failure in a row.
+# Shortest and longest pause between two attempts to load an adapter, in seconds; doubled with each
+# failure in a row.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
 
 
@@ -84,7 +85,7 @@ class Adapter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing holds its pages in the arena."""
+        """Return whether nothing holds its pages in the arena."""
         return self.pins == 0 and self.arrival is None and not self.is_pinned
 
     def note_content(self, content: str) -> AdapterError | None:
@@ -101,7 +102,7 @@ class Adapter:
         return None
 
     def note_failure(self, error: BaseException, now: float) -> None:
-        """Go back to DISK; requests that need the adapter fail with `error` until `retry_at`."""
+        """Return to DISK; requests that need the adapter fail with `error` until `retry_at`."""
         if not isinstance(error, AdapterError):
             wrapped = AdapterUnavailable(f"adapter {self.digest[:12]} cannot be loaded: {error}")
             wrapped.__cause__ = error

@@ -1,4 +1,4 @@
-"""AdapterStore: every registered adapter, from its file to its pages.
+"""AdapterStore: owns every registered adapter, from its file to its pages.
 
     DISK -> LOADING -> HOST -> COPYING -> RESIDENT
       ^        |         ^                    |
@@ -148,19 +148,19 @@ class AdapterStore:
                 adapter.lacks_room = False
             self._release_unused(adapter)
 
-    # What the scheduler asks
+    # Questions of the scheduler
 
     def is_resident(self, digest: str) -> bool:
-        """Whether a step may read the adapter; on a GPU its copy may still be running."""
+        """Return whether a step may read the adapter; on a GPU its copy may still be running."""
         return digest in self._resident
 
     def lacks_room(self, digest: str) -> bool:
-        """Whether the adapter is ready in host memory and only pages are missing."""
+        """Return whether the adapter is ready in host memory and only pages are missing."""
         return self._adapters[digest].lacks_room
 
     @property
     def has_failures(self) -> bool:
-        """Whether `error` returns an error for any adapter."""
+        """Return whether `error` returns an error for any adapter."""
         return self._loader.has_failures
 
     def error(self, digest: str) -> AdapterError | None:
@@ -168,7 +168,7 @@ class AdapterStore:
         return self._adapters[digest].error
 
     def versions(self, digests: Iterable[str]) -> tuple[int, ...]:
-        """Return the registration number of each: equal numbers mean equal content. 0: none."""
+        """Return each adapter's registration number: equal numbers mean equal content. 0: none."""
         known = map(self._adapters.get, digests)
         return tuple(0 if adapter is None else adapter.version for adapter in known)
 
@@ -176,7 +176,7 @@ class AdapterStore:
         return self._adapters[digest].num_pages
 
     def loads_of(self, digests: Iterable[str]) -> list[tuple[int, float]]:
-        """Return the bytes and the last load's seconds of those that are not forgotten yet."""
+        """Return the bytes and the last load's seconds of the adapters that are still known."""
         known = filter(None, map(self._adapters.get, digests))
         return [(a.num_sub_pages * self._sub_page_bytes, a.read_s + a.copy_s) for a in known]
 
@@ -404,17 +404,17 @@ class AdapterStore:
 
     @property
     def is_loading(self) -> bool:
-        """Whether any adapter is being read or copied."""
+        """Return whether any adapter is being read or copied."""
         return self._loader.is_loading or self.is_copying
 
     @property
     def is_copying(self) -> bool:
-        """Whether any adapter is being copied to the arena; afterwards it may be evicted."""
+        """Return whether any adapter is being copied to the arena; afterwards it may be evicted."""
         return bool(self._arriving)
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether any adapter is prefetched or waits to be."""
+        """Return whether any adapter is prefetched or waits to be."""
         return self._loader.is_prefetching or bool(self.prefetches)
 
     def status(self, digest: str) -> AdapterStatus | None:

@@ -1,4 +1,4 @@
-"""TileMap: where each part of an adapter lies in its pages (docs/memory.md).
+"""TileMap: the location of each part of an adapter in its pages (docs/memory.md).
 
 `place_tiles` decides from shapes alone; `fill_tiles` writes the tensors into pages in host memory,
 the *packed adapter*, which is then copied page by page into the arena. Offsets are those of the
@@ -31,8 +31,8 @@ from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
 
 Int64s = npt.NDArray[np.int64]
 
-# The most pieces that did not fit at a page's end and wait for the next page. More would fill
-# little more and cost time.
+# Largest number of pieces that did not fit at a page's end and wait for the next page. More would
+# fill little more and cost time.
 _MAX_WAITING = 64
 # Every piece begins at a multiple of 8 elements, as the GPU kernels require.
 _ALIGNMENT = 8
@@ -40,7 +40,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabMap:
-    """Where an adapter's A and B of the embedding or the LM head lie, see `kernels.VocabPart`.
+    """The location of an adapter's LoRA of the embedding or the LM head (`kernels.VocabPart`).
 
     Offsets are those of the packed adapter or of the arena, as in the TileMap that this is part of.
     """
@@ -72,7 +72,7 @@ class VocabMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMap:
-    """Where rows that replace the base's lie, see `kernels.NewRows`; offsets as in VocabMap.
+    """The location of rows that replace the base's, see `kernels.NewRows`; offsets as in VocabMap.
 
     token_ids  [tokens] the rows' tokens, none twice; None: all tokens
     """
@@ -86,7 +86,7 @@ class RowMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadMap:
-    """Where a draft head's matrices lie, down [R, E] and up [E, R]; offsets as in VocabMap."""
+    """The location of a draft head's down [R, E] and up [E, R]; offsets as in VocabMap."""
 
     down: Blocks
     up: Blocks
@@ -129,17 +129,17 @@ class TileMap:
 
     @property
     def replaces(self) -> bool:
-        """Whether it has rows of its own for the embedding or the last matrix."""
+        """Return whether it has rows of its own for the embedding or the last matrix."""
         return self.new_embedding is not None or self.new_head is not None
 
     @property
     def adjusts(self) -> bool:
-        """Whether a projection has a gain or a shift."""
+        """Return whether a projection has a gain or a shift."""
         return self.gain_offset is not None or self.shift_offset is not None
 
     @property
     def has_extras(self) -> bool:
-        """Whether there is more than tiles."""
+        """Return whether there is more than tiles."""
         changes_ends = self.embedding is not None or self.head is not None
         return self.adjusts or changes_ends or self.replaces
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from engine.adapters.base_weights import BaseWeights
-from engine.adapters.dora import row_gain
 from engine.adapters.host_values import are_finite
 from engine.adapters.plan import AdapterPlan, Target
 from engine.adapters.rows import Replacement
 from engine.errors import AdapterMismatch
 
-# Rows of a copy of the embedding to compare at a time.
+# Number of rows of a copy of the embedding to compare at a time.
 _ROWS = 8192
+# Elements of W + s B A that are in memory at a time, in fp32, for DoRA.
+_MAX_DORA_ELEMS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def applied_values(
         shift = found[target.bias].float() * target.scaling
     if target.magnitude is not None:
         magnitude = found[target.magnitude]
-        gain = row_gain(base.matrix(target.site), a, b, target.scaling, magnitude)
+        gain = _row_gain(base.matrix(target.site), a, b, target.scaling, magnitude)
         if not torch.isfinite(gain).all():
             raise AdapterMismatch(
                 f"tensor {target.magnitude} divides by zero: the adapter makes a row of the weight "
@@ -116,7 +117,7 @@ def check_copies(
 
 
 def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the two are equal after rounding to the coarser of their dtypes.
+    """Return whether the two are equal after rounding to the coarser of their dtypes.
 
     bfloat16 and float16 each round what the other keeps, so between them one more rounding is
     allowed.
@@ -128,3 +129,33 @@ def _is_same(copy: torch.Tensor, weight: torch.Tensor) -> bool:
     return torch.allclose(
         copy.float(), weight.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24
     )
+
+
+@torch.inference_mode()
+def _row_gain(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, magnitude: torch.Tensor
+) -> torch.Tensor:
+    """Return DoRA's f - 1 [out], fp32 in host memory; not finite where W + s B A has a zero row.
+
+    DoRA replaces W by f * (W + s B A), where f = m / ‖W + s B A‖ by rows; m is in the adapter's
+    file. So f depends on the base's weight, and is computed at each load.
+    Source: DoRA, arXiv:2402.09353, equation 5; peft/tuners/lora/dora.py.
+
+    weight     [out, in] on the engine's device, which computes: a GPU on a stream of its own, so
+               that only the calling loader thread waits
+    a, b       [R, in] and [out, R]
+    scaling    s
+    magnitude  m [out]
+    """
+    out_width, in_width = weight.shape
+    stream = torch.cuda.Stream(weight.device) if weight.is_cuda else None  # type: ignore[no-untyped-call]
+    norms = []
+    with torch.cuda.stream(stream):
+        a, b = (matrix.to(weight.device).float() for matrix in (a, b))
+        step = max(1, _MAX_DORA_ELEMS // in_width)
+        for first in range(0, out_width, step):
+            rows = slice(first, first + step)
+            adapted = torch.addmm(weight[rows].float(), b[rows], a, alpha=scaling)
+            norms.append(adapted.norm(dim=1))
+        norm = torch.cat(norms).cpu()
+    return magnitude.float() / norm - 1

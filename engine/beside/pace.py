@@ -1,4 +1,4 @@
-"""Pace: when serving's next step is due while a training pass is under way."""
+"""Pace: decides when serving's next step is due during a training pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-# Layers that the host may be ahead of a GPU: a request's step runs behind them.
+# Number of layers that the host may be ahead of a GPU: a request's step runs behind them.
 _LAYERS_AHEAD = 2
 
 
@@ -22,7 +22,7 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """Of a CPU, which has done its work when the call returns."""
+    """A stopwatch for a CPU, whose work is done when the call returns."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -38,7 +38,7 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Of a GPU: `stop` also waits until the device is at most two layers behind.
+    """A stopwatch for a GPU; `stop` also waits until the device is at most two layers behind.
 
     seconds  of what the device has done; what it has still to do is not counted yet
     """
@@ -68,7 +68,7 @@ def _mark() -> torch.cuda.Event:
 
 
 class Pace:
-    """Divides time between serving's steps and training, while requests go on with their answers.
+    """Divides time between serving's steps and training, while all requests have their first token.
 
     share      of the time that training gets, from 0 to below 1
     longest_s  seconds from one step to the next at most, whatever the share
@@ -79,7 +79,7 @@ class Pace:
         self._stepped_at, self._trained_before = float("-inf"), 0.0
 
     def is_due(self, now: float, trained: float) -> bool:
-        """Whether training had its share since the last step.
+        """Return whether training had its share since the last step.
 
         now      seconds on any clock that never goes back
         trained  seconds of training so far, in all

@@ -5,7 +5,7 @@ trainer asks here whether a step of the engine is due (`give_way`):
 
     a request waits for its first token     steps, until it has it
     the step in flight computes it          none: it is read after the next layer
-    requests go on with their answers       a step as often as training's share allows
+    requests have their first token       a step as often as training's share allows
     nothing to serve                        none
 
 Start reading at `TrainingRoom.give_way`.
@@ -32,13 +32,17 @@ from kernels.training import SPAN
 
 log = logging.getLogger(__name__)
 
-# Seconds of steps for requests without a first token before training has a layer again.
+# Longest time of steps in a row for requests without a first token, before training computes a
+# layer, in seconds.
 _BURST_S = 1.0
-# A pass of the widest micro-batch has to end soon once pages are wanted back.
+# Default token_budget: the pass of the widest micro-batch has to end soon once pages are wanted
+# back.
 _TOKENS = {"cpu": 256, "cuda": 4096}
-# Of a GPU's free memory, what is left to serving: blocks of its allocator, prompts' activations.
+# Share of a GPU's free memory that is left to serving: blocks of its allocator, prompts'
+# activations.
 _LEFT_FREE = 0.25
-# The ranks that kernels are compiled for before requests come: what others share or are near to.
+# Ranks that kernels are compiled for before requests come: each compiled kernel also serves nearby
+# ranks.
 _USUAL_RANKS = (8, 16)
 
 
@@ -46,8 +50,8 @@ _USUAL_RANKS = (8, 16)
 class BesideConfig:
     """The settings of training beside serving. Raises ValueError naming the field that is wrong.
 
-    share         of the time, what training gets while requests only go on with their answers
-    page_share    of the arena's pages, what may be lent at most
+    share         of the time for training while all requests have their first token
+    page_share    the largest share of the arena's pages to lend
     token_budget  tokens of a micro-batch; None: 4,096 on a GPU, 256 on a CPU
     max_runs      that take part at a time
     longest_s     seconds from one step of the engine to the next at most
@@ -68,7 +72,7 @@ class BesideConfig:
 
 
 class Serving(Protocol):
-    """How the engine is stepped; called by the thread that trains."""
+    """The engine's step functions, called by the thread that trains."""
 
     def receive(self) -> None:
         """Give the engine what has arrived for it, without waiting."""
@@ -111,7 +115,7 @@ class TrainingRoom:
 
     @property
     def is_wanted_back(self) -> bool:
-        """Whether a request needs the memory: whoever trains is to save its runs and `close`."""
+        """Return whether a request needs the memory: the trainer must save its runs and `close`."""
         return self._lending.is_short
 
     @property
@@ -157,7 +161,7 @@ class TrainingRoom:
 
         Raises OutOfMemory if the GPU has too little outside the arena for a micro-batch.
         """
-        assert self._trainer is None, "the room is open already"
+        assert self._trainer is None, "training is already open: close it first"
         weights, dtype = self._weights, self._weights.embedding.dtype
         element = bytes_per_element(dtype)
         wanted = sum(sorted(sizes, reverse=True)[: self._config.max_runs]) * element
@@ -184,7 +188,7 @@ class TrainingRoom:
         return self._trainer
 
     def serve_by(self, serving: Serving) -> None:
-        """Have the engine stepped by another from now on."""
+        """Step the engine through `serving` from now on."""
         self._serving = serving
 
     def close(self) -> None:
@@ -196,7 +200,7 @@ class TrainingRoom:
             self._lending.take_back()
 
     def give_way(self) -> None:
-        """Serve what is due, and return: between two layers, or while training waits."""
+        """Serve the steps that are due, and return: between two layers, or while training waits."""
         self._watch.stop()
         self._lending.trained_s = self._watch.seconds
         if self._engine.computes_first_token:
@@ -216,7 +220,7 @@ class TrainingRoom:
         if self._engine.computes_first_token:
             return False  # a layer is launched behind it, and the device never waits for the host
         now = time.monotonic()
-        # Once pages are wanted back the pass has to end before anybody gets them.
+        # Once pages are wanted back, the pass has to end before anybody gets them.
         may_burst = now - began < _BURST_S and not self.is_wanted_back
         if may_burst and self._lending.awaits_first_token:
             # A step looks whether an adapter has come; more of them in a row would not help it.
@@ -227,7 +231,7 @@ class TrainingRoom:
         return DeviceStopwatch() if self._weights.embedding.is_cuda else HostStopwatch()
 
     def _num_recomputed(self, dtype: torch.dtype) -> int:
-        """Layers that a micro-batch computes again, for what is free outside the arena."""
+        """Return how many layers a micro-batch computes twice with the free memory."""
         device = self._weights.embedding.device
         if device.type == "cpu":
             return 0
@@ -251,7 +255,7 @@ class TrainingRoom:
 
 
 def _rehearsal(rank: int) -> RunRequest:
-    """A run of one step that passes everything that a run may: updates and validation."""
+    """Return a run of one step that uses every part of training: updates and validation."""
     rows = RunRows(torch.arange(64) % 8, torch.ones(64, dtype=torch.bool), [32, 32])
     return RunRequest(
         run_id="rehearsal",

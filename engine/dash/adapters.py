@@ -1,8 +1,7 @@
 """AdapterNames: the adapters' names in a DashEngine.
 
 The engine knows an adapter by the digest of its files. A name means one digest at a time. If it is
-registered with another folder it means another digest at once; earlier requests go on with the old
-one.
+registered with another folder it means another digest at once; earlier requests keep the old one.
 """
 
 from __future__ import annotations
@@ -53,13 +52,15 @@ class AdapterNames:
         self._loop = loop
         self._offload_dir = None if offload_dir is None else offload_dir.absolute()
         self._named: dict[str, NamedAdapter] = {}
-        self._lock = threading.Lock()  # of `_named` and of its adapters' digests
+        self._lock = threading.Lock()  # guards `_named` and its adapters' digests
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="adapter-reader")
 
     def register(self, name: str, source: str | Path, revision: str | None = None) -> None:
         """Let `name` mean a PEFT folder, or a Hub id, from now on; another thread reads it."""
         if not isinstance(name, str) or not name:
-            raise ValueError(f"an adapter's name is a string of one character or more: {name!r}")
+            raise ValueError(
+                f"an adapter's name must be a string of one character or more, not {name!r}"
+            )
         # It is read again later, wherever the process may be by then.
         adapter = NamedAdapter(name, Path(source).absolute(), find_id(source, revision))
         with self._lock:
@@ -119,7 +120,7 @@ class AdapterNames:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self, adapter: NamedAdapter) -> None:
-        """The adapter has lost its name. If the engine hears of it later, `_read` drops it."""
+        """Drop an adapter that has lost its name; if the engine hears of it later, `_read` does."""
         if not adapter.ready.cancel():
             self._loop.call(lambda engine: self.release(engine, [adapter]))
 
@@ -156,22 +157,22 @@ def digest_of(config_text: bytes, tensors_sha256: str) -> str:
 
 
 def _digest(folder: Path) -> str:
-    """Of both files; raises AdapterUnavailable."""
+    """Return the digest of both files; raises AdapterUnavailable."""
     try:
         _check_files(folder)
         with (folder / TENSORS_FILE).open("rb") as file:
             tensors_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         with (folder / CONFIG_FILE).open("rb") as file:
-            # What is longer is refused, and is not to fill the memory before that.
+            # Longer content is refused, and must not fill the memory before that.
             return digest_of(file.read(MAX_CONFIG_BYTES + 1), tensors_sha256)
-    except (OSError, ValueError) as error:  # ValueError: no path at all, as one with a NUL
+    except (OSError, ValueError) as error:  # ValueError: not a path at all, such as one with a NUL
         raise _unreadable(folder, error) from error
 
 
 def _adopt(source: Path, folder: Path) -> tuple[str, Path]:
-    """Copy an adapter's two files to a folder named by their digest, unless it is there whole.
+    """Copy an adapter's two files to a folder named by their digest, unless the folder is complete.
 
-    The digest is the copy's: the source may change meanwhile. Raises AdapterUnavailable.
+    The digest is the copy's, since the source may change. Raises AdapterUnavailable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +211,7 @@ def _put(staging: Path, folder: Path) -> None:
         with suppress(AdapterUnavailable):
             if _digest(folder) == folder.name:
                 return
-        # What is there is not what was once copied: the disk has lost some of it.
+        # The files differ from those that were once copied: the disk has lost some of them.
         aside = staging.with_name(f"{staging.name}-damaged")
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -218,6 +219,6 @@ def _put(staging: Path, folder: Path) -> None:
 
 
 def _unreadable(folder: Path, error: OSError | ValueError) -> EngineError:
-    path = getattr(error, "filename", None) or folder  # one of its files may be what is missing
+    path = getattr(error, "filename", None) or folder  # the missing part may be one of its files
     reason = getattr(error, "strerror", None) or error
     return AdapterUnavailable(f"{str(path)!r} cannot be read: {reason}")

@@ -27,7 +27,7 @@ from contract.exact_numbers import is_integer, is_multiple, read_decimal
 from contract.patterns import read_pattern
 
 MAX_MESSAGE_CHARS = 300
-#: Compiled patterns that are kept. Each may have megabytes.
+#: Number of compiled patterns to keep. Each may have megabytes.
 _NUM_PATTERNS = 16
 _PATTERN_BYTES = 32 << 20
 
@@ -112,12 +112,12 @@ def compiled(pattern: str) -> Any:
 
 
 def _is_found(pattern: str, text: str) -> bool | None:
-    """Whether the pattern matches somewhere in the text; None: RE2 cannot match such a pattern.
+    """Return whether the pattern matches somewhere in the text; None: RE2 cannot match the pattern.
 
     The linter reports that a pattern is not checked; the decoder may have enforced it.
     """
     expression = compiled(pattern)
-    # Half a character, which JSON can escape, is no text that RE2 takes.
+    # RE2 takes no half of a surrogate pair, which JSON can escape.
     text = text.encode("utf-8", "replace").decode()
     return None if expression is None else expression.search(text) is not None
 

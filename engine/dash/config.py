@@ -136,8 +136,8 @@ class DashConfig:
             max_running=self.max_running or max_running,
             max_step_tokens=self.max_step_tokens or max_step_tokens,
             max_adapters=self.max_concurrent_adapters,
-            # Nobody waits for one answer while others run: a request that has been overtaken for
-            # its adapter's sake is next when a place is free, and sets nobody back.
+            # Nobody waits for one answer while others run: a request that was overtaken is next
+            # when a place is free, and delays nobody.
             max_wait_s=math.inf,
             max_context=self.max_context,
             num_threads=self.num_threads,

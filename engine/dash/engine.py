@@ -44,7 +44,7 @@ class DashEngine:
 
     base       a Hugging Face model folder; a model's id on the Hub, `org/name` or
                `org/name@revision`; or a loaded AutoModelForCausalLM: its weights are used where
-               they are, and it goes on working
+               they are, and it keeps working
     tokenizer  a fast one of Hugging Face; None: that of the folder, or of the folder that the model
                was loaded from; without a tokenizer, prompts are token ids
     revision   of an id: a branch, a tag or a commit; None: the id's own, or else the main branch
@@ -64,7 +64,7 @@ class DashEngine:
         self._config = config or DashConfig()
         is_folder = isinstance(base, str | Path)
         if revision is not None and not is_folder:
-            raise ValueError("a model that is loaded already has no revision to choose")
+            raise ValueError("a loaded model has no revision: leave revision out")
         folder = (
             _find_folder(base, revision) if is_folder else Path(getattr(base, "name_or_path", ""))
         )
@@ -77,7 +77,8 @@ class DashEngine:
                 Engine, self._engine_config, tokenizer=self.tokenizer, digest_of=digest_of
             )
         else:
-            # It imports a thousand modules of transformers, which a folder does not need.
+            # Imported late: it imports a thousand modules of transformers, which a folder does not
+            # need.
             from engine.model.hf_weights import share_model
 
             shared = share_model(base, may_pack=self._config.pack_weights)
@@ -99,20 +100,20 @@ class DashEngine:
         self._finalizer = weakref.finalize(self, _close, self._names, self._loop)
 
     def register_adapter(self, name: str, path: str | Path, *, revision: str | None = None) -> None:
-        """Register the PEFT folder `path` as `name`, in place of what had the name; return at once.
+        """Register the PEFT folder `path` as `name`, in place of a former one; return at once.
 
         If there is no such folder, `path` may be an id on the Hub, `org/name` or
         `org/name@revision`; `revision` is a branch, a tag or a commit.
         The adapter is checked in the background, and read into host memory if `host_cache` has
         room; requests that name it wait for the check. If it fails, they end with its error, and
-        `stats` shows it. Earlier requests go on with what the name meant then.
+        `stats` shows it. Earlier requests keep the former adapter.
         """
         self._names.register(name, path, revision)
 
     def unregister_adapter(self, name: str) -> None:
         """Forget the name, and the adapter if it has no other name; raises UnknownAdapter.
 
-        Earlier requests go on with it.
+        Earlier requests keep it.
         """
         self._names.unregister(name)
 

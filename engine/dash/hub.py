@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.adapters.files import CONFIG_FILE, TENSORS_FILE
 
-# A Hub that does not answer for so long counts as unreachable; its client tries twice.
+# Seconds without an answer after which the Hub counts as unreachable; its client tries twice.
 _SILENCE_S = 5.0
 _ID = re.compile(r"(?P<repo>\w[\w.-]{0,95}/\w[\w.-]{0,95})(@(?P<revision>[^\0]{0,200}))?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
@@ -83,7 +83,7 @@ def fetch(wanted: HubId, files: tuple[str, ...]) -> Path:
             return folder
     try:
         return _download(wanted, files)
-    except Exception as error:  # whatever a client of the network raises
+    except Exception as error:  # any error of a network client
         refusal = _refusal(wanted, error)
         if refusal is not None:
             raise NotOnHub(refusal) from error

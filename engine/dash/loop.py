@@ -34,7 +34,7 @@ class EngineLoop:
     """Owns an engine; all methods may be called from any thread.
 
     make  builds the engine on the thread that steps it: on a CPU each thread has its own team of
-          OpenMP threads, and two teams compete for all cores (docs/performance.md). The
+          OpenMP threads, and two teams compete for all cores (docs/history/performance.md). The
           constructor raises what `make` raises.
     """
 

@@ -65,7 +65,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What was added to the continuation of prompt `index`; prints as its text.
+    """The text that was added to the continuation of prompt `index`; prints as its text.
 
     finish_reason  set in a prompt's last piece
     completion     the completion so far; its `text` is set with the last piece
@@ -115,7 +115,7 @@ class _Growing:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """Return whether a stop string has ended it."""
         return self.answer is not None and self.answer.stop_string is not None
 
     def feed(self, output: RequestOutput) -> int:
@@ -139,7 +139,7 @@ class _Growing:
         return number
 
     def take_text(self) -> str:
-        """Return the text that stands since the last call."""
+        """Return the text that became final since the last call."""
         text = "".join(self.text[self.taken :])
         self.taken = len(self.text)
         return text
@@ -307,13 +307,13 @@ class Run:
 
 
 def _schema_error(job: Job, completion: Completion) -> str | None:
-    """Return the completion's `schema_error`."""
     if job.json_schema is None:
         return None
     if completion.finish_reason is FinishReason.ERROR:
         return "it ended with an error"
     try:
-        from engine.dash.answer_check import schema_error  # with libraries that nothing else needs
+        # it imports libraries that nothing else needs
+        from engine.dash.answer_check import schema_error
     except ImportError as error:
         return f"it cannot be checked: {error}"
     return schema_error(job.json_schema, completion.text)

@@ -22,15 +22,16 @@ from engine.sampling.masks import Masked
 from engine.sampling.walk import Walk
 from engine.sequence import Sequence
 
-#: The most drafts of one sequence in one step.
+#: Largest number of drafts of one sequence in one step.
 MAX_DRAFTS = 16
-#: A choice among drafts saves a step if it and those before it are right, and costs one if not.
+#: Chance above which a choice among drafts pays: it saves a step if it and all before it are right,
+#: and costs one otherwise.
 _LEAST_KEPT = 0.5
 
-#: So often masks are computed to see how drafts go on.
+#: Largest number of rounds in which masks are computed to find further drafts.
 _MAX_ROUNDS = 3
 
-#: Computes the masks of walks, together: see `Grammars.compute_masks`
+#: Computes the masks of several walks together: see `Grammars.compute_masks`.
 ComputeMasks = Callable[[Iterable[Sequence], Iterable[Masked]], None]
 
 
@@ -64,7 +65,7 @@ def propose_ahead(
 
 
 def _begin(candidate: Candidate) -> _Path | None:
-    """Return where the token in flight leads; None if many are allowed there."""
+    """Return the place after the token in flight; None if many tokens are allowed there."""
     few = candidate.matcher.few
     if few is None:
         return None
@@ -123,7 +124,7 @@ class _Path:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a choice may follow its drafts."""
+        """Return whether a choice may follow its drafts."""
         return len(self.proposal.tokens) < min(MAX_DRAFTS, self.most - 1)
 
     def add_few(self) -> bool:

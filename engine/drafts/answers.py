@@ -14,7 +14,7 @@ from engine.memory.prefix_cache import AdapterKey
 from engine.sequence import Sequence
 
 _MAX_MEMORIES = 256
-#: Tokens of one memory; beyond them the older half of it goes.
+#: Largest number of tokens in one memory; beyond it the older half is dropped.
 _MAX_TOKENS = 16_384
 #: Stands behind each answer.
 END = -1
@@ -30,7 +30,7 @@ class AnswerMemory:
         self.index = LookupIndex()
 
     def clear(self) -> None:
-        """Forget all, also for the requests that read it now."""
+        """Forget everything, also for requests that are reading now."""
         self.token_ids, self.index = [END], LookupIndex()
 
     def add(self, answer: SequenceOf[int]) -> None:

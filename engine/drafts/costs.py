@@ -1,4 +1,4 @@
-"""StepCosts: what one more row costs a step, and what it costs to wait for tokens before drafting.
+"""StepCosts: costs of one more row in a step, and of waiting for tokens before drafting.
 
 Measured, for each kind of device; the figures are shares of a step without drafts.
 """
@@ -12,13 +12,14 @@ from engine.drafts.heads import Asking
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What decides whether a draft pays.
+    """The costs that decide whether a draft pays.
 
-    row           of one more row, of what a step of no row would take
-    waiting       of launching a step only when the tokens before it are known
-    waiting_each  of each of its requests in addition: its drafts are looked for meanwhile
-    following     of each that has a grammar: drafts are walked through it, and masks are computed
-    asking        the heads of adapters
+    row           cost of one more row, as a share of a step without rows
+    waiting       cost of launching a step only when the tokens before it are known
+    waiting_each  the same for each of its requests in addition: the search for drafts
+    following     the same for each request with a grammar: drafts are walked through it, and masks
+                  are computed
+    asking        cost of asking the heads of adapters
     max_asked     more requests in a step than this, and their heads are not asked
     max_requests  more in a step than this, and none of them has drafts
     max_rows      of a step with drafts
@@ -36,7 +37,7 @@ class StepCosts:
     only_decodes: bool
 
     def least_chance(self, num_sampling: int, num_rows: int, num_drafts: int) -> float:
-        """Return how likely to be right a draft must be, with so many of its sequence before it.
+        """Return the smallest chance of being right at which a draft pays.
 
         A step of R rows costs 1 + cR and gives a token to each of its S sequences; one more row
         pays if it gives more tokens for its c than that.

@@ -1,4 +1,4 @@
-"""Drafts from the heads of an adapter: when they are asked, and what they are asked about.
+"""Drafts from the heads of an adapter: decides when to ask them, and for which sequences.
 
 The heads read what the LM head read where the sequence's last token was chosen. Only a request of
 one adapter with the weight one has drafts of heads: they were trained for that. No torch here.
@@ -22,7 +22,7 @@ LeastChance = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What asking costs, in rows of a step.
+    """The cost of asking, in rows of a step.
 
     once  for all sequences: reading the LM head
     each  for each head
@@ -41,7 +41,7 @@ class Guesses(Protocol):
 
 @dataclass(slots=True)
 class HeadState:
-    """What the heads of one sequence have to read, and what they guess.
+    """The state that the heads of one sequence read, and their guesses.
 
     x         [E] of the place where token number `num_tokens` - 1 was chosen; None: not known
     guesses   of this step: token i is the one i places behind the last
@@ -113,7 +113,7 @@ def _pays(
     least_chance: LeastChance,
     costs: Asking,
 ) -> bool:
-    """Whether the heads can be expected to give more tokens than their cost gives elsewhere."""
+    """Return whether the heads are likely to give more tokens than their cost gives elsewhere."""
     chance, gain, count = 1.0, 0.0, 0
     for kind in HEADS[:num_heads]:
         chance *= profile.rate(kind)

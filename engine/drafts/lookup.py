@@ -1,4 +1,4 @@
-"""LookupIndex: where the last tokens of a sequence stood before, in its prompt or its answer.
+"""LookupIndex: finds earlier occurrences of a sequence's last tokens in its prompt or its answer.
 
 Source: prompt lookup decoding (Saxena, 2023). No torch here.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: The most tokens that are compared.
+#: Largest number of tokens that are compared.
 LONGEST = 3
-#: Only the last so many tokens of a prompt are indexed.
+#: Number of last tokens of a prompt that are indexed.
 _MAX_INDEXED = 8192
 
 
@@ -47,8 +47,8 @@ class LookupIndex:
 class Copying:
     """Reads on from a place that was found, token by token.
 
-    index, token_ids  what is read
-    behind            the tokens behind which it goes on: those of a sequence
+    index, token_ids  the tokens that it reads, and their index
+    behind            the sequence's tokens, after which it continues
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Copying:
         self._length = 0
 
     def next(self, drafted: Sequence[int]) -> tuple[int, int] | None:
-        """Return (the token that may follow `drafted`, how many tokens before it agree).
+        """Return (the token that may follow `drafted`, the number of tokens before it that agree).
 
-        Goes on where it is while `note` tells it the tokens that stand there.
+        Continues from its place while `note` gives it the tokens there.
         """
         if self._place >= len(self._token_ids):
             suffix = [*self._behind[-LONGEST:], *drafted][-LONGEST:]

@@ -14,16 +14,16 @@ _MAX_PROFILES = 512
 _MAX_CHOICES = 256
 #: Weight of one draft's outcome in its kind's rate; the first ones weigh more.
 _SLOWEST = 0.05
-#: Of the drafts that do not seem to pay, one in so many is tried all the same.
+#: One of this number of drafts that do not seem to pay is tried all the same.
 _PROBE_EVERY = 32
 
 
 class Source(enum.StrEnum):
-    """Where a draft comes from.
+    """The source of a draft.
 
     FORCED  the grammar allows no other text
     CHOICE  the grammar allows a few tokens; the same tenant's adapter and grammar last chose this
-    LOOKUP  the prompt or the answer goes on with it behind the same tokens
+    LOOKUP  it followed the same tokens in the prompt or the answer
     MEMORY  an earlier answer of the same tenant's adapters does
     HEADS   the adapter's draft heads guess it
     """
@@ -56,12 +56,12 @@ _HEAD_PRIORS = (0.7, 0.6, 0.5, 0.5)
 Place = tuple[int, tuple[int, ...]]
 
 
-#: Of the choices at a place: so many of the latest count.
+#: Number of the latest choices at a place that count.
 _MAX_TRIALS = 20.0
 
 
 class _Choices(NamedTuple):
-    """What was chosen at a place: the latest token, and how often it was that of before."""
+    """The choices at a place: the latest token, and how often it equalled the one before."""
 
     token_id: int
     num_same: float = 0.0
@@ -73,7 +73,7 @@ class _Choices(NamedTuple):
         return (self.num_same + 2.0 * _PRIORS[Source.CHOICE]) / (self.num_trials + 2.0)
 
     def behind(self, token_id: int) -> _Choices:
-        """Return what is known once a further token was chosen."""
+        """Return the updated choices after a further token was chosen."""
         fade = min(1.0, _MAX_TRIALS / (self.num_trials + 1.0))
         num_same = (self.num_same + (token_id == self.token_id)) * fade
         return _Choices(token_id, num_same, (self.num_trials + 1.0) * fade)
@@ -99,7 +99,7 @@ class Profile:
         return self._rates.get(kind, prior)
 
     def probes(self, kind: Kind) -> bool:
-        """Whether a draft that does not seem to pay is tried this time."""
+        """Return whether a draft that does not seem to pay is tried this time."""
         self._unpaid[kind] = count = self._unpaid.get(kind, 0) + 1
         return count % _PROBE_EVERY == 0
 

@@ -1,6 +1,6 @@
-"""Proposes the drafts of one sequence: forced text, few choices, and what stood there before.
+"""Proposes the drafts of one sequence: forced text, few choices, and earlier text.
 
-Before means in its prompt or answer, or, if it asked for that, in the tenant's earlier answers.
+Earlier text is in its prompt or answer, or, if it asked for that, in the tenant's earlier answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEMORIES = tuple(Kind(Source.MEMORY, agreeing) for agreeing in range(4))
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is kept of a sequence while it runs: `Sequence.drafting`."""
+    """The drafting state of a sequence while it runs: `Sequence.drafting`."""
 
     profile: Profile
     index: LookupIndex = field(default_factory=LookupIndex)
@@ -57,7 +57,7 @@ class Proposal:
 
     @property
     def num_sure(self) -> int:
-        """Of its first drafts, how many are forced."""
+        """Return the number of its first drafts that are forced."""
         others = (i for i, kind in enumerate(self.kinds) if kind is not FORCED)
         return next(others, len(self.kinds))
 
@@ -85,7 +85,7 @@ def propose(
 ) -> Proposal:
     """Draft up to `most` tokens of a sequence that has its `Known`.
 
-    least_chance  the chance at which one more draft pays, if there are so many of this sequence
+    least_chance  number of the sequence's drafts -> the chance at which one more pays
     """
     known: Known = sequence.drafting
     known.index.update(sequence.token_ids)
@@ -165,7 +165,7 @@ class _Drafting:
         return self._recalling is not None and self._add_from(self._recalling, _MEMORIES, 2)
 
     def _add_from(self, copying: Copying, kinds: tuple[Kind, ...], least: int = 1) -> bool:
-        """Add what stands at a place that was found, if so many tokens before it agree."""
+        """Add the token at a place that was found, if at least `least` tokens before it agree."""
         found = copying.next(self.proposal.tokens)
         if found is None or found[1] < least:
             return False

@@ -1,4 +1,4 @@
-"""Speculation: which rows of a step bring drafts, and what became of them.
+"""Speculation: decides which rows of a step bring drafts, and learns from the outcome.
 
 Drafts are in nobody's way: they get what the step's rows leave of its tokens, and pages that are
 free. A draft pays if it is right more often than its row would have given tokens elsewhere
@@ -32,7 +32,7 @@ from engine.scheduling.page_tables import PageTables
 from engine.sequence import Row, Sequence, Step
 from engine.stats import DraftCounts
 
-#: Now and then a step is waited for that does not seem worth it: it may cost so much of all steps.
+#: Largest share of all steps that may be spent on waiting for steps that do not seem worth it.
 _TRYING = 0.003
 
 
@@ -93,7 +93,7 @@ class Speculation:
         self._counts = {source: DraftCounts() for source in Source}
 
     def waits(self, step: Step) -> bool:
-        """Whether the tokens of a step in flight are read before the next one is planned."""
+        """Return whether the tokens of a step in flight are read before the next one is planned."""
         if not self._is_on or len(step.rows) > self.costs.max_requests:
             return False
         own = [s for s in step.sampling if s.request.speculation and not s.has_left]
@@ -252,7 +252,7 @@ class Speculation:
 
         dropped    the step that was launched over a wrong token, if any
         following  the step that was launched over its drafts, if any: it has a void row for each
-                   sequence of which one was wrong
+                   sequence with a wrong draft
         """
         if dropped is not None:
             self.drop(dropped.step)
@@ -262,10 +262,11 @@ class Speculation:
                 following.void.add(sequence)
         for row in () if launched.placed is None else launched.step.rows:
             if row.num_sure < len(row.drafts) and row.sequence.is_running:
-                # What is known to be right now is offered, and pages behind it are given back.
+                # Drafts now known to be right are offered for sharing, and pages behind them are
+                # given back.
                 self._tables.commit(Row(row.sequence, 0))
         drafted, was_ahead = launched.drafted, launched.placed is not None
-        # Of a step that the next one was launched over, they are overwritten.
+        # If the next step was launched over this one, its states are overwritten.
         states = () if drafted is None or was_ahead else drafted.last_states()
         for sequence, state in states:
             if sequence.is_running and sequence.drafting is not None:
@@ -278,7 +279,7 @@ class Speculation:
         proposals, launched.step.proposals = launched.step.proposals, []
         for row, proposal in proposals:
             sequence = row.sequence
-            # Of a step whose drafts are certain the next step may have pages already.
+            # If the step's drafts are certain, the next step may already have taken pages.
             if proposal.tokens and sequence.is_running and not was_ahead:
                 self._tables.trim(sequence)
         self._unlearned += proposals
@@ -301,7 +302,7 @@ class Speculation:
                 num_right += is_right
                 num_unwaited += is_right and source in (Source.FORCED, Source.CHOICE)
             if not proposal.is_ahead:
-                # Forced text and choices need no waiting: they take one step more without.
+                # Forced text and choices need no waiting: without it they only take one step more.
                 proposal.profile.note_gain(num_right - max(0, num_unwaited - 1))
         if self._choices:
             self._choices = [choice for choice in self._choices if not choice.learn()]

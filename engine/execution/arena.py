@@ -15,8 +15,8 @@ CPU_ARENA_BYTES = 1 << 30
 # What drawing a token needs per logit at its peak: the row in fp32, scaled, as probabilities and
 # their sums in fp64, and as log-probabilities.
 _SAMPLING_BYTES = 40
-# Of the card, for what a profile run does not show: blocks of the caching allocator that fit no
-# later request, libraries that load late.
+# Share of the card for memory that a profile run does not show: blocks of the caching allocator
+# that fit no later request, libraries that load late.
 _MARGIN_SHARE = 0.02
 #: What this process has outside torch's allocator: CUDA's context, kernels, graphs. Counted high,
 #: so that it is not mistaken for memory of others.

@@ -165,8 +165,7 @@ class BatchBuilder:
         seg_adapter: npt.NDArray[np.int32],
         rows: npt.NDArray[np.int64],
     ) -> LoraExtras | None:
-        """What the current table's adapters have beside tiles, for these rows of the step as the
-        ones whose logits are wanted."""
+        """Return the extras of the table's adapters; the logits of `rows` are wanted."""
         if not keys or self._extras is None:
             return None
         return self._extras.of_step(seg_indptr.tolist(), seg_adapter.tolist(), rows)
@@ -187,7 +186,7 @@ class BatchBuilder:
         return upload([values], self._device)[0]
 
     def _table_of(self, keys: tuple[AdapterKey, ...]) -> LoraTable:
-        """Return the table of these virtual adapters; make it anew only if one has changed."""
+        """Return the table of these virtual adapters; rebuild it only if one has changed."""
         entries = self._cache.get(keys)
         if (
             self._table is None
@@ -215,7 +214,7 @@ class BatchBuilder:
 def _segments(
     rows: list[Row], query_start: npt.NDArray[np.int32]
 ) -> tuple[tuple[AdapterKey, ...], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The virtual adapters of a step, and `seg_indptr` and `seg_adapter` as in LoraBatch."""
+    """Return the virtual adapters of a step, and `seg_indptr` and `seg_adapter` as in LoraBatch."""
     keys: list[AdapterKey] = []
     seg_indptr, seg_adapter = [0], []
     previous: AdapterKey | None = None
@@ -257,7 +256,7 @@ def _sample_rows(step: Step, query_start: npt.NDArray[np.int32]) -> npt.NDArray[
 
 
 def _drafted_rows(rows: list[Row], query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """`Batch.sample_rows` of a step with drafts: a token is wanted behind each draft, too.
+    """Return `Batch.sample_rows` of a step with drafts: a token is wanted after each draft, too.
 
     None is wanted where the next draft is certain.
     """

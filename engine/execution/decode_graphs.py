@@ -28,10 +28,10 @@ from kernels.attention_decode import DecodeWorkspace
 from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
 from kernels.sampling import advance_triton, greedy_triton
 
-# Not 224 or 448: the library takes longer for so many rows than for 256 or 512 (H200, a layer:
-# 177 us for 224, 173 for 256; 407 for 448, 301 for 512).
+# Not 224 or 448: the library takes longer for them than for 256 or 512 (H200, a layer: 177 us for
+# 224, 173 for 256; 407 for 448, 301 for 512).
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512)
-# What a recorded graph takes beside the tensors in it (600 nodes; measured on an H200).
+# Bytes of a recorded graph beside the tensors in it (600 nodes; measured on an H200).
 GRAPH_BYTES = 4 << 20
 
 
@@ -66,9 +66,9 @@ def record(
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Record what `run` launches; return the graph and the tensor that every replay writes.
 
-    Other threads may use the device meanwhile. With torch's default mode the recording would fail
-    whenever an adapter is loaded beside it. A launch keeps the priority of the stream that it was
-    recorded on.
+    Other threads may use the device during the recording. With torch's default mode the recording
+    would fail whenever an adapter is loaded beside it. A launch keeps the priority of the stream
+    that it was recorded on.
 
     pool    memory of another graph, which this one may use in turn; None: a new pool
     stream  the same for all graphs of a pool: torch gives a stream's memory to no other
@@ -127,7 +127,7 @@ class DecodeGraphs:
         self._workspaces: dict[int, DecodeWorkspace] = {}
         self._plans: dict[int, LoraPlan] = {}
         self._graphs: dict[tuple[int, LoraScope], _Graph] = {}
-        self.pool: Any = None  # of memory, for what graphs compute on the way
+        self.pool: Any = None  # memory for intermediate results of graphs
         self._current: tuple[int, LoraScope] = (0, LoraScope.NONE)
         self.num_rows = 0
 
@@ -137,11 +137,11 @@ class DecodeGraphs:
         return (*(size for size in BUCKETS if size < self.max_batch), self.max_batch)
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds so many rows; None when none does."""
+        """Return the smallest bucket for this number of rows; None when there is none."""
         return next((size for size in self.sizes if num_rows <= size), None)
 
     def fits(self, num_rows: int, max_pages: int, lora: LoraBatch | None) -> bool:
-        """Whether such a decode step has a graph."""
+        """Return whether such a decode step has a graph."""
         if num_rows > self.max_batch or max_pages > self.page_tables.shape[1]:
             return False
         return self._lora.fits(lora)
@@ -218,7 +218,7 @@ class DecodeGraphs:
         self._lora.clear()
 
     def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
-        """A view of the buffers' first `size` rows."""
+        """Return a view of the buffers' first `size` rows."""
         model = self._model
         if size not in self._workspaces:
             self._workspaces[size] = DecodeWorkspace(

@@ -320,7 +320,7 @@ class Decoder:
         return logits
 
     def fused(self, layer: int, name: str) -> torch.Tensor:
-        """A matrix of a layer as `engine.adapters.base_weights.FusedWeights` has it."""
+        """Return a matrix of a layer as `engine.adapters.base_weights.FusedWeights` has it."""
         return self._layers[layer].linears[name].weight()
 
     def fused_bias(self, layer: int, name: str) -> torch.Tensor | None:

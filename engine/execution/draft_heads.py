@@ -1,4 +1,4 @@
-"""DraftHeads: what the draft heads of adapters guess.
+"""DraftHeads: computes the guesses of adapters' draft heads.
 
 `contract.draft_heads` says what a head computes. The heads lie in the adapter's pages.
 """
@@ -17,7 +17,7 @@ from kernels.lora_vocab import block_views
 
 @dataclass(slots=True)
 class States:
-    """What the LM head read in one step.
+    """The LM head's inputs in one step.
 
     x  [N, E], a row for each row of the logits; None: the step has not run
     """

@@ -55,13 +55,13 @@ from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul
 QKV = (Projection.Q, Projection.K, Projection.V)
 GATE_UP = (Projection.GATE, Projection.UP)
 
-# Rows from which on a pass is bound by its products, not by reading the weights.
+# Number of rows from which a pass is bound by its products, not by reading the weights.
 _LONG = 512
 
-# Rows from which on gate, up and SiLU * mul are one launch, whose tiles are large.
+# Number of rows from which gate, up and SiLU * mul are one launch, whose tiles are large.
 _FUSED = 2048
 
-# Of streams; the smaller goes first. A recorded graph keeps them.
+# Priorities of streams; the smaller goes first. A recorded graph keeps them.
 _AFTER, _RECORDED, _BEFORE = 0, -1, -2
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -112,7 +112,7 @@ class GpuModel:
             self.recording_stream = make_stream(self.device, priority=_RECORDED)
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
-        """Logits [N, V] of the rows to sample; writes the new tokens' KV to the arena."""
+        """Compute the logits of the rows to sample; write the new tokens' KV to the arena."""
         weights, eps = self.weights, self.config.rms_norm_eps
         residual = functional.embedding(batch.token_ids, weights.embedding)
         if batch.extras is not None:
@@ -131,7 +131,7 @@ class GpuModel:
             attended = self._attention(batch, index, layer, normed)
             is_last = index == len(weights.layers) - 1
             if is_last and batch.sample_rows is not None and batch.scores is None:
-                # From here on nobody reads the other rows: 2.6% of a prefill of 32 layers.
+                # After this point nobody reads the other rows: 2.6% of a prefill of 32 layers.
                 attended = Activation(attended.given[batch.sample_rows])
                 residual = residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
@@ -182,7 +182,7 @@ class GpuModel:
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation
     ) -> Activation:
-        """What the heads gathered, [T, H D]; the o projection is yet to come."""
+        """Return the heads' results [T, H D], before the o projection."""
         qkv, delta, scales = self._linear_with_lora(
             batch, index, QKV, x, layer.qkv, later=layer.qkv_bias
         )
@@ -255,7 +255,7 @@ class GpuModel:
         residual: torch.Tensor,
         norm: tuple[torch.Tensor, Matrix | None],
     ) -> tuple[Activation, torch.Tensor]:
-        """(the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
+        """Return (the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
 
         In a long pass a product that is not in FP8 adds itself to the residual, in place: its
         blocks read that beside their multiplications, and the norm has two tensors less to move.
@@ -278,7 +278,7 @@ class GpuModel:
         return norm_triton(out, norm[0], eps, **readers)
 
     def _mlp(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
-        """What the down projection reads, [T, I]."""
+        """Return the input of the down projection, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         has_more = batch.extras is not None or layer.gate_up_bias is not None
         weight, may_fuse = layer.gate_up, batch.may_fuse and not has_more
@@ -323,7 +323,7 @@ class GpuModel:
         onto: torch.Tensor | None = None,
         later: torch.Tensor | None = None,
     ) -> _Product:
-        """x W^T + b and the adapters' part of it, computed side by side.
+        """Compute x W^T + b and the adapters' part of it, side by side.
 
         Whoever reads the product adds the two: adding into it would have to wait for it.
 
@@ -366,7 +366,7 @@ class GpuModel:
         onto: torch.Tensor | None = None,
         linear: Linear | None = None,
     ) -> tuple[torch.Tensor, Scales | None]:
-        """(x W^T + b, the scales that it lacks); with something to add by the library.
+        """Return (x W^T + b, the scales that it lacks).
 
         An FP8 product that a bias is added to, or that adapters adjust, gets its scales here.
         """
@@ -410,12 +410,12 @@ class GpuModel:
     def _side_stream(
         self, batch: GpuBatch, projections: tuple[Projection, ...]
     ) -> torch.cuda.Stream | None:
-        """Where adapters' kernels run beside what the main stream is given, until `_join`.
+        """Return the stream for adapters' kernels beside the main stream, until `_join`.
 
-        Before the product as a rule: its blocks hold their processors from end to end, and short
-        kernels wait for them to go. Where many adapters are read, not so for gate and up in a
-        decode: that product leaves processors and some of the memory's bandwidth over, in which
-        the shrink is done by its end. None: adapters' kernels take turns with the products.
+        Usually they run before the product: its blocks hold their processors from end to end, and
+        short kernels would wait. For gate and up in a decode with many adapters they run beside
+        it: that product leaves enough processors and bandwidth for the shrink. None: adapters'
+        kernels take turns with the products.
         """
         plan, side = batch.plan, self._before
         if batch.is_in_line or plan is None or side is None:
@@ -432,14 +432,14 @@ class GpuModel:
 
 
 def _readers(batch: GpuBatch, weight: Matrix | None) -> dict[str, Any]:
-    """What `norm_triton` has to write for the matrix that multiplies its output, and adapters."""
+    """Return `norm_triton`'s arguments for the matrix and the adapters that read its output."""
     if not isinstance(weight, Fp8Matrix):
         return {}
     return {"reader": weight, "is_plain": batch.plan is not None}
 
 
 def _quantized(x: torch.Tensor, weight: Matrix) -> Activation:
-    """x [T, K], and its numbers if the matrix that multiplies it is in FP8."""
+    """Return x [T, K], and its numbers if the matrix that multiplies it is in FP8."""
     if isinstance(weight, Fp8Matrix):
         return Activation(x, quantize_rows_triton(x, weight.input_scale))
     return Activation(x)

@@ -36,8 +36,8 @@ from kernels.lora import block_of
 from kernels.lora_plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
-# Decodes in a step launch by launch from which on they take the decode kernel: to the prefill
-# kernel each of them is a block of its own, and empty but for one token.
+# Number of decodes in a step without a graph from which they use the decode kernel: in the prefill
+# kernel each of them is a block of its own with one token.
 _MANY_DECODES = 16
 
 
@@ -94,7 +94,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Where a step without a graph leaves its tokens, as `DecodeGraphs` does."""
+    """The place where a step without a graph leaves its tokens, like `DecodeGraphs`."""
 
     token_ids: torch.Tensor
     marked: torch.Tensor
@@ -229,7 +229,7 @@ class GpuRunner:
         chosen: DecodeGraphs | MixedGraphs | Chosen,
         masks: Masks | None,
     ) -> Tokens:
-        """The tokens of a pass whose greedy ones are chosen, unless there are masks."""
+        """Return the tokens of a pass whose greedy ones are chosen, unless there are masks."""
         tokens = Tokens(can_replay=chosen is self._graphs)
         if masks is None:
             self._fetch(tokens, logits, chosen)
@@ -294,12 +294,12 @@ class GpuRunner:
             batch.states.x = self._graphs.kept[batch.sample_rows]
 
     def _fits_drafted(self, batch: Batch) -> bool:
-        """Whether a graph holds a row for each draft."""
+        """Return whether a graph holds a row for each draft."""
         num_rows, num_pages = batch.token_ids.shape[0], batch.page_tables.shape[1]
         return self._graphs.fits(num_rows, num_pages, batch.lora)
 
     def _is_decode(self, batch: Batch) -> bool:
-        """Whether the batch has only decodes, and a graph exists for it."""
+        """Return whether the batch has only decodes, and a graph exists for it."""
         return (
             batch.max_new == 1
             and batch.sample_rows.shape[0] == batch.token_ids.shape[0]

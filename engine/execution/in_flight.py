@@ -14,7 +14,7 @@ from engine.sequence import Row, Sequence, Step
 
 @dataclass(slots=True, kw_only=True)
 class InFlightStep:
-    """What `ModelRunner.launch` returns, on a CPU and on a GPU.
+    """The result of `ModelRunner.launch`, on a CPU and on a GPU.
 
     read              waits for the step and returns one token for each of `step.sampling`
     tokens            the tokens, if the device chooses them; None: the host does, in `read`
@@ -68,7 +68,7 @@ class InFlightStep:
             sequence.is_assumed = False
 
     def commit(self, commit: Callable[[Row], None]) -> None:
-        """Call `commit` with each row whose sequence goes on, unless that has been done."""
+        """Call `commit` with each row whose sequence continues, unless that has been done."""
         if self.placed is None:
             for row in self.step.rows:
                 if self._goes_on(row.sequence):
@@ -95,21 +95,21 @@ class InFlightStep:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the next step may be launched before the tokens of this one are read."""
+        """Return whether the next step may be launched before the tokens of this one are read."""
         if self.tokens is None:
             return False
         return self.drafted is None or all(row.is_ahead or row.is_certain for row in self.step.rows)
 
     @property
     def can_replay(self) -> bool:
-        """Whether the next step may replay the graph: decodes that all keep their pages."""
+        """Return whether the next step may replay the graph: decodes that all keep their pages."""
         if self.tokens is None or not self.tokens.can_replay:
             return False
         return not self.void and not any(row.sequence.has_left for row in self.step.rows)
 
     @property
     def is_mispredicted(self) -> bool:
-        """Whether the next step took another token from the device than `read` returned."""
+        """Return whether the next step took another token from the device than `read` returned."""
         return self.tokens is not None and self.tokens.were_wrong
 
 

@@ -1,4 +1,4 @@
-"""Lending: what a trainer in the engine's thread may have of a serving engine."""
+"""Lending: the memory and weights of a serving engine that a trainer in its thread may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.scheduling.scheduler import Scheduler
 
 
 class Lending:
-    """Owns the pages that are lent, which are neither KV nor adapters meanwhile.
+    """Owns the pages that are lent; during the loan they are neither KV nor adapters.
 
     weights  those that the engine runs, one copy; None: `EngineConfig.lends_weights` is not set
     pages    the lent ones, one after the other
@@ -44,7 +44,7 @@ class Lending:
 
     @property
     def awaits_first_token(self) -> bool:
-        """Whether a request has not got its first token yet."""
+        """Return whether a request has not got its first token yet."""
         scheduler = self._scheduler
         return bool(scheduler.waiting) or any(
             sequence.num_generated == 0 or sequence.num_uncomputed > 1
@@ -53,7 +53,7 @@ class Lending:
 
     @property
     def may_get_first_token(self) -> bool:
-        """Whether one of these waits for nothing but steps: for no adapter, no grammar."""
+        """Return whether one of these waits for nothing but steps: for no adapter, no grammar."""
         return any(sequence.num_generated == 0 for sequence in self._scheduler.running) or any(
             not sequence.is_waiting_for_grammar
             and all(map(self._adapters.is_resident, sequence.digests))
@@ -62,11 +62,11 @@ class Lending:
 
     @property
     def is_short(self) -> bool:
-        """Whether a request found too few pages while some were lent."""
+        """Return whether a request found too few pages while some were lent."""
         return bool(self.pages) and self._pool.is_short
 
     def lend(self, num_pages: int) -> torch.Tensor | None:
-        """The memory [bytes] uint8 of up to `num_pages` pages that lie one after the other.
+        """Return the memory [bytes] uint8 of up to `num_pages` pages that lie one after the other.
 
         They are free ones, and those of prefixes that nobody reads, which are forgotten; None:
         there are none, or some are lent already.
@@ -83,8 +83,8 @@ class Lending:
         return self._memory()
 
     def take_back(self) -> None:
-        """End the loan: what is in the pages is gone, and whoever had them reads them no more."""
-        # Kernels read whole pages and mask what is no token's, which must be numbers.
+        """End the loan: the pages' content is lost, and the borrower must not read it any more."""
+        # Kernels read whole pages and mask the part without tokens, which must contain numbers.
         self._memory().zero_()
         self._pool.release(self.pages)
         self.pages = range(0)
@@ -93,7 +93,7 @@ class Lending:
         return self._arena[self.pages.start : self.pages.stop].view(torch.uint8).flatten()
 
     def _longest(self, most: int) -> range:
-        """The last `most` of the longest row of pages that can be had."""
+        """Return the last `most` of the longest row of pages that can be had."""
         longest, start = range(0), 0
         for page in range(self._pool.num_pages + 1):
             if page == self._pool.num_pages or not self._can_be_had(page):

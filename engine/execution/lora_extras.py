@@ -12,7 +12,8 @@ from engine.adapters.tiles import RowMap, TileMap, VocabMap
 from engine.memory.prefix_cache import AdapterKey
 from kernels import AdjustTable, ExtraSegment, LoraExtras, NewRows, RowTable, VocabPart
 
-# Tokens with new rows that a virtual adapter may have in a RowTable: a kernel looks through them.
+# Largest number of tokens with new rows of a virtual adapter in a RowTable: a kernel looks through
+# them.
 MAX_TABLE_TOKENS = 1024
 
 ToTensor = Callable[[npt.NDArray[np.generic]], torch.Tensor]
@@ -61,7 +62,7 @@ class ExtrasTable:
         seg_adapter: Sequence[int],
         sample_rows: npt.NDArray[np.int64],
     ) -> LoraExtras:
-        """The extras of the step's segments, as in `kernels.LoraBatch`.
+        """Return the extras of the step's segments, as in `kernels.LoraBatch`.
 
         sample_rows  rows that sample, ascending
         """
@@ -114,13 +115,13 @@ def _new_rows(maps: Sequence[RowMap | None], weights: Sequence[float]) -> tuple[
 
 
 def _are_few(parts: Sequence[NewRows]) -> bool:
-    """Whether a virtual adapter's new rows have a place in a table."""
+    """Return whether a virtual adapter's new rows have a place in a table."""
     counts = [0 if part.token_ids is None else len(part.token_ids) for part in parts]
     return all(counts) and sum(counts) <= MAX_TABLE_TOKENS
 
 
 def _row_table(rows: Sequence[tuple[NewRows, ...]], to_tensor: ToTensor) -> RowTable | None:
-    """The new rows of every virtual adapter; None when there are none at all."""
+    """Return the new rows of every virtual adapter; None when there are none at all."""
     if not any(rows):
         return None
     counts: list[int] = []
@@ -155,7 +156,7 @@ def _row_table(rows: Sequence[tuple[NewRows, ...]], to_tensor: ToTensor) -> RowT
 
 
 def _row_offsets(part: NewRows) -> npt.NDArray[np.int64]:
-    """Where each row begins in the flat arena."""
+    """Return the place in the flat arena where each row begins."""
     rows, blocks = np.arange(part.blocks.rows), part.blocks
     starts = blocks.offsets[rows // blocks.block_rows]
     found: npt.NDArray[np.int64] = starts + rows % blocks.block_rows * blocks.width
@@ -165,7 +166,7 @@ def _row_offsets(part: NewRows) -> npt.NDArray[np.int64]:
 def _adjust_table(
     tiles: Sequence[list[TileMap]], weights: Sequence[list[float]], to_tensor: ToTensor
 ) -> AdjustTable | None:
-    """The gains and shifts of every virtual adapter; None when there are none at all."""
+    """Return the gains and shifts of every virtual adapter; None when there are none at all."""
     num_parts: list[int] = []
     gains: list[npt.NDArray[np.int64]] = []
     shifts: list[npt.NDArray[np.int64]] = []

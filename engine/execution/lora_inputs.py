@@ -9,12 +9,14 @@ import torch
 from engine.execution.lora_table import EntryBuffers
 from kernels import AdjustTable, LoraBatch, LoraExtras, LoraTable, RowTable
 
-# Blocks of 16 rank rows that one request's adapters may have in a graph: together rank 512.
+# Largest number of blocks of 16 rank rows of one request's adapters in a graph: together rank 512.
 MAX_BLOCKS = 32
 MAX_ENTRIES = 1 << 21
-# Places where adapters of one step have a gain or a shift; 224 of each adapter with 32 layers.
+# Largest number of places where adapters of one step have a gain or a shift; an adapter with 32
+# layers has 224.
 MAX_ADJUSTS = 1 << 17
-# Tokens for which adapters of one step have rows of their own, of the embedding or the last matrix.
+# Largest number of tokens for which adapters of one step have rows of their own, of the embedding
+# or the last matrix.
 MAX_NEW_ROWS = 1 << 16
 
 
@@ -65,9 +67,9 @@ class LoraInputs:
                 weight=torch.zeros(MAX_NEW_ROWS, dtype=torch.float32, device=device),
             )
             for _ in range(2)
-        )  # of the embedding, of the last matrix
+        )  # for the embedding, for the last matrix
         self._loaded: LoraTable | None = None
-        # What the buffers hold: the vectors, and the two tables of rows.
+        # The contents of the buffers: the vectors, and the two tables of rows.
         self._extended: list[AdjustTable | RowTable | None] = [None, None, None]
 
     def fits(self, lora: LoraBatch | None) -> bool:
@@ -99,7 +101,7 @@ class LoraInputs:
         self._loaded = lora.table
 
     def _fits_extras(self, extras: LoraExtras | None) -> bool:
-        """Whether tables hold the extras; those as wide as the vocabulary run without a graph."""
+        """Return whether tables hold the extras; wider ones run without a graph."""
         if extras is None:
             return True
         rows = (table for table in (extras.embedding_rows, extras.head_rows) if table is not None)
@@ -136,7 +138,7 @@ class LoraInputs:
         self._extended[i] = source
 
     def extras(self, num_tokens: int) -> LoraExtras:
-        """The gains, shifts and new rows of a step of so many tokens."""
+        """Return the gains, shifts and new rows of a step with this number of tokens."""
         return LoraExtras(
             segments=(),
             row_adapter=self._row_adapter[:num_tokens],
@@ -146,7 +148,7 @@ class LoraInputs:
         )
 
     def batch(self, size: int, seg_indptr: torch.Tensor | None = None) -> LoraBatch:
-        """The first `size` segments; with other bounds when given."""
+        """Return the first `size` segments; with other bounds when given."""
         bounds = self.seg_indptr if seg_indptr is None else seg_indptr
         return LoraBatch(
             table=self.table,

@@ -24,7 +24,8 @@ from kernels import NUM_PROJECTIONS, LoraTable, Projection
 
 T = TypeVar("T", bound=np.generic)
 
-# Entries that are kept for adapters that the newest step does not read, 24 bytes each.
+# Largest number of entries that are kept for adapters that the newest step does not read, 24 bytes
+# each.
 _MAX_KEPT = 1 << 20
 
 # digest -> a resident adapter's tiles
@@ -95,7 +96,7 @@ class EntryCache:
 class EntryBuffers:
     """The entries of many virtual adapters on the device, one after the other.
 
-    max_entries  their number; when the room is used up, all entries are copied anew
+    max_entries  their number; when it is reached, all entries are copied again
     """
 
     def __init__(self, max_entries: int, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class EntryBuffers:
         return np.array([self._starts[key][0] for key in keys], np.int64)
 
     def table(self, starts: torch.Tensor, num_tiles: torch.Tensor) -> LoraTable:
-        """The table of adapters whose entries begin at `starts`."""
+        """Return the table of adapters whose entries begin at `starts`."""
         return LoraTable(
             entry_start=starts,
             num_tiles=num_tiles,
@@ -189,5 +190,5 @@ def _scope(tiles: TileMap) -> LoraScope:
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
-    """The entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
+    """Return the entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()

@@ -36,7 +36,7 @@ MAX_PROMPTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many tokens, sequences and blocks of prompts a bucket holds."""
+    """The numbers of tokens, sequences and blocks of prompts that a bucket holds."""
 
     tokens: int
     rows: int
@@ -92,7 +92,7 @@ class MixedGraphs:
         return self._sizes
 
     def fits(self, batch: Batch) -> bool:
-        """Whether such a step has a graph."""
+        """Return whether such a step has a graph."""
         return (
             batch.token_ids.shape[0] <= self._sizes[-1]
             and max(len(batch.lengths), len(batch.sample_rows)) <= self._max_rows
@@ -113,7 +113,7 @@ class MixedGraphs:
         self._graphs[size, scope] = graph
 
     def bytes_of_others(self) -> int:
-        """Bytes that the graphs take when all are there beyond those of the largest bucket."""
+        """Return the bytes that all graphs take together, beyond those of the largest bucket."""
         return len(LoraScope) * (len(self._sizes) - 1) * GRAPH_BYTES
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -161,7 +161,7 @@ class MixedGraphs:
             fill_segments(self._sample_indptr, before, shape.rows)
 
     def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
-        """A view of the buffers' beginnings."""
+        """Return a view of the buffers' beginnings."""
         shape = self._shape(size)
         model, rows = self._model, shape.rows
         if rows not in self._workspaces:

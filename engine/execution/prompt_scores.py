@@ -22,7 +22,8 @@ from engine.sequence import Row, Sequence
 from kernels import LoraExtras
 from kernels.lora_vocab import sampled
 
-# Of one block's logits in fp32; what is computed of them takes as much again, twice.
+# Largest size of one block's logits in fp32, in bytes; computing the scores takes twice as much in
+# addition.
 _BLOCK_BYTES = 32 << 20
 
 # x [R, E] of scored rows, and their adapters' extras -> logits [R, V]
@@ -134,7 +135,7 @@ def plan_scores(
 
 
 def _extras_between(extras: LoraExtras | None, low: int, high: int) -> LoraExtras | None:
-    """The extras of the rows from `low` to `high` alone."""
+    """Return the extras of the rows from `low` to `high` alone."""
     if extras is None:
         return None
     segments = tuple(

@@ -39,7 +39,8 @@ from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.lora_cpu import CpuLora
 
-# Copies of decoding adapters that make a CPU step fast, in all; see kernels/lora_cpu.py.
+# Largest size of all copies of decoding adapters that make a CPU step fast; see
+# kernels/lora_cpu.py.
 _MAX_STACK_BYTES = 1 << 30
 
 
@@ -58,7 +59,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
     ) -> None:
-        """Raises UnsupportedModel, ValueError for the arena's size, OutOfMemory on a GPU."""
+        """Load the model. Raises UnsupportedModel, OutOfMemory, ValueError for the arena's size."""
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
@@ -136,11 +137,11 @@ class ModelRunner:
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
-        """The order of adapters in which this step's rows run fastest; missing ones come last."""
+        """Return the order of adapters in which the step runs fastest; missing ones come last."""
         return {} if self._cpu_lora is None else self._cpu_lora.arrange(keys)
 
     def forget_adapter(self, digest: str) -> None:
-        """Drop what is kept of the adapter outside the arena; it is made anew if it still runs."""
+        """Drop the adapter's copies outside the arena; they are made again if it still runs."""
         if self._cpu_lora is not None:
             self._cpu_lora.forget(lambda key: any(digest == part for part, _ in key))
 
@@ -192,7 +193,7 @@ class ModelRunner:
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [N, V] of the batch's sampling rows; the step's KV is in the arena after."""
+        """Return the logits [N, V] of the sampling rows; write the step's KV to the arena."""
         if self._gpu is not None:
             return self._gpu.run(batch)
         return self._decoder(batch, self._attention(batch), self._adapters(batch))

@@ -22,7 +22,8 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> li
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-    # Of torch's cache: nothing is pinned anew, and nothing used again before it has been copied.
+    # Memory from torch's cache: nothing is pinned again, and nothing is reused before it was
+    # copied.
     staged = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
     host, spans = staged.numpy(), []
     for array, end in zip(arrays, ends.tolist(), strict=True):

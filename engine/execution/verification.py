@@ -28,7 +28,7 @@ Choose = Callable[[list[int], list[Sequence]], list[Sampled]]
 
 @dataclass(slots=True)
 class _Place:
-    """Where a row's verification is.
+    """The state of one row's verification.
 
     depth  number of drafts that were right
     first  row of the logits behind the sequence's last token
@@ -117,7 +117,7 @@ class Verification:
 
         The caller appends the tokens to the sequences before it asks for more.
 
-        commit  is called for each right draft whose sequence goes on: its KV is in the pages
+        commit  is called for each right draft whose sequence continues: its KV is in the pages
         """
         while True:
             going = [place for place in self._right if not place.row.sequence.has_ended]
@@ -133,7 +133,7 @@ class Verification:
         return [place.first + place.row.num_wanted - 1 for place in self._places]
 
     def wrong_rows(self) -> list[Row]:
-        """Return the rows of which a draft was wrong, once all tokens are chosen."""
+        """Return the rows with a wrong draft, once all tokens are chosen."""
         return [place.row for place in self._places if place.depth < len(place.row.drafts)]
 
     def last_states(self) -> Iterator[tuple[Sequence, torch.Tensor]]:

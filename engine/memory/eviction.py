@@ -29,7 +29,8 @@ class ReloadCosts:
     disk: float
     prefix: float
 
-    # Of an adapter, whatever its size: its copies are queued; its files are opened and parsed.
+    # Fixed part of the seconds to reload an adapter: its copies are queued; its files are opened
+    # and parsed.
     HOST_S: ClassVar[float] = 2e-4
     DISK_S: ClassVar[float] = 5e-3
 
@@ -47,7 +48,7 @@ class ReloadCosts:
         )
 
     def adapter(self, num_pages: int, *, is_in_host: bool) -> float:
-        """Return the seconds to reload an evicted adapter of so many pages."""
+        """Return the seconds to reload an evicted adapter of `num_pages` pages."""
         if is_in_host:
             return self.HOST_S + num_pages * self.host
         return self.DISK_S + num_pages * self.disk

@@ -15,14 +15,14 @@ _Entry = tuple[int, int, T]  # last use, when it was added, whose
 
 
 class EvictionIndex(Generic[T]):
-    """Knows which member goes first by `eviction_order`, however many members there are.
+    """Finds the member that goes first by `eviction_order`, comparing only a few.
 
     look  returns a member's state now; it is not pinned
 
     Retention values change with every step. But of two members of the same size and reload time the
     one used less recently has the lower value at any time: they are kept in that order, and only
     the first of each kind are compared. A member whose value rises is moved when it is the first
-    of its kind; one whose value falls has to be added anew.
+    of its kind; one whose value falls has to be added again.
     """
 
     def __init__(self, look: Callable[[T], EvictionCandidate[T]]) -> None:
@@ -30,7 +30,7 @@ class EvictionIndex(Generic[T]):
         self._kinds: dict[_Kind, list[_Entry[T]]] = {}
         self._entries: dict[T, tuple[_Kind, _Entry[T]]] = {}
         self._num_added = 0
-        self.num_pages = 0  # that all members hold together
+        self.num_pages = 0  # pages of all members together
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._entries

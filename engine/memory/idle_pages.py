@@ -51,7 +51,7 @@ class IdlePages(Generic[T]):
                 evict(adapter.owner)
 
     def _goes_first(self, oldest_use: int, adapter: EvictionCandidate[T] | None) -> bool:
-        """Whether a prefix page with this last use goes before the adapter."""
+        """Return whether a prefix page with this last use goes before the adapter."""
         if adapter is None:
             return True
         page = EvictionCandidate(None, 1, self._costs.prefix, oldest_use)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class PageUse(enum.IntEnum):
-    """What a page holds; for budgets and statistics."""
+    """The content of a page, for budgets and statistics."""
 
     FREE = 0
     KV = 1
@@ -68,7 +68,7 @@ class PagePool:
         return max(over, 0), max(num_pages - len(self._free), 0)
 
     def can_take(self, num_pages: int, use: PageUse = PageUse.KV) -> bool:
-        """Whether so many pages are free and within the limit of `use`."""
+        """Return whether this number of pages is free and within the limit of `use`."""
         return self.missing(num_pages, use) == (0, 0)
 
     def take(self, num_pages: int, use: PageUse) -> list[int]:
@@ -85,7 +85,7 @@ class PagePool:
         return pages
 
     def take_these(self, pages: range, use: PageUse) -> None:
-        """Take these pages, all of which are free; slower than `take`."""
+        """Take the given pages, which must all be free; slower than `take`."""
         assert all(self._refs[page] == 0 for page in pages), "a page is taken"
         self._free = array("i", (page for page in self._free if page not in pages))
         for page in pages:

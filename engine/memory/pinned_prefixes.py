@@ -30,7 +30,7 @@ from engine.request import (
 
 log = logging.getLogger(__name__)
 
-_OWN = "\0pin "  # NUL: no caller's id begins so
+_OWN = "\0pin "  # begins with NUL, as no caller's id does
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
 
@@ -84,7 +84,7 @@ class PinnedPrefixes:
         self._prefixes, self._page_size, self._max_pages = prefixes, page_size, max_pages
         self._versions = versions
         self._pins: dict[bytes, _Pin] = {}  # by the last key
-        self._known: dict[str, _Hashed] = {}  # of the last `keep`
+        self._known: dict[str, _Hashed] = {}  # from the last `keep`
         self._kept: dict[str, bytes | None] = {}  # name -> last key; None: it fills no page
         self._computing: dict[str, _Pin] = {}  # by request id
         self._num_made = 0
@@ -248,12 +248,12 @@ class PinnedPrefixes:
 
     @property
     def num_pages(self) -> int:
-        """How many pages are held now; each counts once."""
+        """Return the number of pages that are held now; each counts once."""
         return len({page for pin in self._pins.values() for page in pin.pages})
 
     @property
     def num_lasting_pages(self) -> int:
-        """The same without pages that are held for kept prefixes alone."""
+        """Return the same without pages that are held only for kept prefixes."""
         return len({page for pin in self._lasting for page in pin.pages})
 
     @property
@@ -268,7 +268,7 @@ class PinnedPrefixes:
         return next((i for i, key in enumerate(keys) if key not in pinned), num_full)
 
     def owned_pages(self) -> list[list[int]]:
-        """The pins' references, for `PagePool.check_integrity`."""
+        """Return the pins' references, for `PagePool.check_integrity`."""
         return [pin.pages for pin in self._pins.values()]
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""PrefixCache: finds pages of KV again by their tokens, tenant and adapters.
+"""PrefixCache: finds pages of KV by their tokens, tenant and adapters.
 
 A full page's key is a hash chained from the keys before it, so that equal keys mean equal tokens
 from the first one on. The chain starts from the tenant and the ordered adapters with their
@@ -74,12 +74,12 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """How many pages `evict` could free."""
+        """Return the number of pages that `evict` could free."""
         return len(self._idle)
 
     @property
     def oldest_use(self) -> int | None:
-        """When the page that `evict` would free first was last used; None when none is idle."""
+        """Return the last use of the page that `evict` would free first; None when none is idle."""
         return next(iter(self._idle.values()), None)
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
@@ -118,11 +118,11 @@ class PrefixCache:
             self.evict_oldest()
 
     def evict_oldest(self) -> None:
-        """Free the least recently used idle page, of which there is one."""
+        """Free the least recently used idle page; there must be one."""
         self.evict_page(next(iter(self._idle)))
 
     def is_idle(self, page: int) -> bool:
-        """Whether `evict_page` may free this page."""
+        """Return whether `evict_page` may free this page."""
         return page in self._idle
 
     def evict_page(self, page: int) -> None:
@@ -131,7 +131,7 @@ class PrefixCache:
         self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:
-        """The cache's references, for `PagePool.check_integrity`."""
+        """Return the cache's references, for `PagePool.check_integrity`."""
         return list(self._key_of)
 
     def check_integrity(self) -> None:

@@ -30,7 +30,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What the engine needs of a model that somebody has loaded."""
+    """A model that the caller has loaded, as far as the engine needs it."""
 
     config: ModelConfig
     weights: Weights

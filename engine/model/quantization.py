@@ -1,4 +1,4 @@
-"""How a checkpoint stores quantised linears: what `quantization_config` of its config.json says.
+"""Read from config.json's `quantization_config` how a checkpoint stores quantised linears.
 
 Known are FP8 (E4M3) weights with a scale per tensor, per output channel or per block of 128 x 128,
 whose activations are quantised by row, or by a scale in the checkpoint; and weights in 4 bits by
@@ -46,7 +46,7 @@ _GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What all schemes say.
+    """The properties of all schemes.
 
     ignored  patterns of the modules that are stored as they are; "re:" begins a regular expression,
              anything else is a module's name, its end, or a parent's name
@@ -55,7 +55,7 @@ class Scheme:
     ignored: tuple[str, ...] = ()
 
     def ignores(self, module: str) -> bool:
-        """Whether the module is stored as it is."""
+        """Return whether the module is stored as it is."""
         return any(_matches(pattern, module) for pattern in self.ignored)
 
 

@@ -244,7 +244,7 @@ class _Parameters:
         self._given = {**defaults, **given}
 
     def is_null(self, name: str) -> bool:
-        """Whether the dict has the name with the value null."""
+        """Return whether the dict has the name with the value null."""
         return name in self._nulls
 
     def take(self, name: str, default: Any = None) -> Any:

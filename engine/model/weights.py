@@ -77,7 +77,7 @@ class TensorSource(Protocol):
     """
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name that was not taken yet."""
+        """Return whether there is a tensor of this name that was not taken yet."""
 
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
 
@@ -315,7 +315,7 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
 def _load_extras(
     checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
 ) -> dict[str, torch.Tensor]:
-    """The fields of LayerWeights that only some models have."""
+    """Return the fields of LayerWeights that only some models have."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     extras = {}
     if config.qkv_bias:

@@ -1,4 +1,4 @@
-"""What a sequence gets in place of a token that could not be chosen."""
+"""The errors of sequences whose token could not be chosen."""
 
 from __future__ import annotations
 

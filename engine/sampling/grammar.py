@@ -71,7 +71,7 @@ class Matcher:
 
     @property
     def knows_mask(self) -> bool:
-        """Whether `mask` need not be computed."""
+        """Return whether `mask` need not be computed."""
         if self._mask is None:
             self._mask = self.tree.get(self.place)
         return self._mask is not None
@@ -204,7 +204,7 @@ class _Backend:
         # The backend takes an Outlines model but reads only its tokenizer.
         self._outlines = LLGuidanceBackend(Transformers(None, tokenizer))
         self.eos_token_id = int(tokenizer.eos_token_id)
-        self.num_words = -(-self._outlines.llg_tokenizer.vocab_size // 32)  # of a mask
+        self.num_words = -(-self._outlines.llg_tokenizer.vocab_size // 32)  # length of a mask
 
     def compile(self, grammar: Grammar) -> Any:
         """Make a matcher, which may be in error; raise what the libraries raise."""
@@ -271,8 +271,8 @@ class GrammarCompiler:
     def prepare(self) -> Future[None]:
         """Import the libraries and read the tokenizer now, on the compiler's thread.
 
-        A grammar that is submitted meanwhile waits for it. The future raises what importing the
-        libraries or reading the tokenizer raises.
+        A grammar that is submitted before that is done waits for it. The future raises what
+        importing the libraries or reading the tokenizer raises.
         """
         return self._threads.submit(self._prepare)
 

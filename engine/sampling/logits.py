@@ -31,7 +31,7 @@ class LogitsProcessor:
         self._sampler, self._grammars = sampler, grammars
 
     def needs_logits_alone(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether a device can choose the next tokens of all, from the logits and `masks`."""
+        """Return whether a device can choose all next tokens from the logits and `masks` alone."""
         return all(map(self._sampler.is_free, sequences))
 
     def masks(self, sequences: SequenceOf[Sequence]) -> StepMasks | None:

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-#: Of one grammar: places whose requests are told apart, and masks that are kept.
+#: Largest number of places of one grammar whose requests are told apart, and of masks that are
+#: kept.
 _MAX_PLACES = 256
 _MAX_MASKS = 32
-#: So many allowed tokens count as few.
+#: Largest number of allowed tokens that counts as few.
 MAX_FEW = 8
-#: Fewer masks are computed one after the other: threads take some 10 us to wake.
+#: Number of masks from which they are computed on threads: threads take some 10 us to wake.
 _LEAST = 4
 _MAX_THREADS = 8
 

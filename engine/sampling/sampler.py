@@ -22,10 +22,11 @@ from engine.sequence import Sequence
 
 # A temperature below this means greedy; dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-4
-# Most likely tokens that top-p looks at; only if they hold too little probability is the whole
-# vocabulary sorted.
+# Number of most likely tokens that top-p looks at; only if they hold too little probability is the
+# whole vocabulary sorted.
 _NUM_CANDIDATES = 512
-# Noise values that a CPU computes at a time, so that intermediate results stay in its cache.
+# Number of noise values that a CPU computes at a time, so that intermediate results stay in its
+# cache.
 _MAX_NOISE = 1 << 18
 
 
@@ -108,7 +109,7 @@ class Sampler:
         self._states[sequence].note(token_id)
 
     def is_free(self, sequence: Sequence) -> bool:
-        """Whether the next tokens can be chosen from the model's logits alone, on the device."""
+        """Return whether the device can choose the next tokens from the model's logits alone."""
         params, state = sequence.request.sampling, self._states[sequence]
         return (
             params.logprobs is None

@@ -115,7 +115,7 @@ class DraftMasks:
         return list(range(begin, end))
 
     def _plan(self, row: Row) -> _Plan | None:
-        """Plan the masks of a row with drafts all of which are legal; None: of any other row."""
+        """Plan the masks of a row whose drafts are all legal; None for any other row."""
         matcher = self._grammars.matcher(row.sequence)
         if matcher is None or not row.drafts:
             return None

@@ -15,8 +15,8 @@ from engine.text.tokenizer_files import read_end_id
 def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> frozenset[int]:
     """Return the tokens that end a text: the model's own, and that of the tokenizer.
 
-    Published folders disagree: where only the tokenizer names the end of a turn, answers would go
-    on with the user's next one.
+    Published folders disagree: where only the tokenizer names the end of a turn, answers
+    would continue with the user's next turn.
     """
     end_id: int | None = None
     if tokenizer is not None:
@@ -29,7 +29,7 @@ def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> froze
 
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
-    """Whether the newest token is the last one by the limits, whatever token it is."""
+    """Return whether the newest token is the last one by the limits, whatever token it is."""
     most = sequence.request.sampling.max_tokens
     is_last = most is not None and sequence.num_generated >= most
     return is_last or sequence.num_tokens >= context_limit

@@ -52,12 +52,12 @@ class Walk:
 
     @property
     def key(self) -> int:
-        """Of this walk alone."""
+        """Return the same key only for this walk."""
         return id(self)
 
     @property
     def knows_mask(self) -> bool:
-        """Whether the mask of this place need not be computed."""
+        """Return whether the mask of this place need not be computed."""
         return not self._ahead or self._ahead[-1][1] is not None
 
     def note_mask(self, mask: Mask) -> None:
@@ -86,7 +86,7 @@ class Walk:
 
 
 class Behind:
-    """A place behind drafts of which each is certain: only its mask is wanted.
+    """A place after drafts that are all certain: only its mask is wanted.
 
     inner, tree, place  as of a `Matcher`
     mask  None: not computed
@@ -104,7 +104,7 @@ class Behind:
 
     @property
     def knows_mask(self) -> bool:
-        """Whether `mask` need not be computed."""
+        """Return whether `mask` need not be computed."""
         if self.mask is None:
             self.mask = self.tree.get(self.place)
         return self.mask is not None

@@ -36,7 +36,7 @@ class Pace:
         self._started: tuple[float, int] | None = None
 
     def start(self, now: float, num_tokens: int) -> None:
-        """Note that a step of so many tokens begins; it ends before the next `stop`."""
+        """Note that a step of `num_tokens` tokens begins; it ends before the next `stop`."""
         self._started = (now, num_tokens)
 
     def stop(self, now: float) -> None:
@@ -88,7 +88,7 @@ class Deadlines:
         self._count_uncomputed = count_uncomputed
         self._entries: list[_Entry] = []  # the next one first
         self._sequences: dict[str, list[Sequence]] = {}
-        self._most_tokens = self._most_more = 0  # of any request there is
+        self._most_tokens = self._most_more = 0  # maxima over all requests
 
     def add(self, sequences: list[Sequence]) -> None:
         """Watch a request; `sequences` are those that have not ended, now and later."""

@@ -27,16 +27,16 @@ class PageTables:
         self._unoffered: dict[Sequence, int] = {}
 
     def count_for(self, num_tokens: int) -> int:
-        """Return how many pages so many tokens fill."""
+        """Return the number of pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self._page_size)
 
     @property
     def gives_back(self) -> bool:
-        """Whether a running sequence loses pages that nothing reads any more."""
+        """Return whether a running sequence loses pages that nothing reads any more."""
         return self._window is not None
 
     def most_held(self, num_tokens: int) -> int:
-        """Return how many pages are always enough for a sequence of so many tokens to run.
+        """Return how many pages are always enough to run a sequence of `num_tokens` tokens.
 
         All its pages; with a window, those that a chunk of one page writes and those that its first
         token reads.
@@ -195,9 +195,9 @@ class PageTables:
         ]
 
     def reserve_drafts(self, row: Row, num_drafts: int) -> int:
-        """Take the pages of so many tokens behind a row's; return for how many there is room.
+        """Take pages for `num_drafts` tokens after a row's own; return for how many there is room.
 
-        Only pages that are free or idle in the prefix cache: drafts are in nobody's way.
+        Only pages that are free or idle in the prefix cache: drafts never displace anything.
         """
         sequence = row.sequence
         num_new = self.count_missing(sequence, row.num_tokens + num_drafts)

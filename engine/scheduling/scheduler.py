@@ -36,14 +36,14 @@ from engine.scheduling.waiting_queue import SchedulerLimits, Urgency, WaitingQue
 from engine.sequence import Row, Sequence, Step
 from engine.stats import PreemptionCause
 
-# How many waiting sequences of a class that could run are considered in one step.
+# Largest number of waiting sequences of a class that are considered in one step.
 _WINDOW = 64
 _CAUSES = (PreemptionCause.OVERDUE, PreemptionCause.PRIORITY)
 _NO_ROOM = "the request's adapters need more pages than pinned prefixes leave"
 
 
 class Adapters(Protocol):
-    """What the scheduler needs of `engine.adapters.store.AdapterStore`."""
+    """The part of `engine.adapters.store.AdapterStore` that the scheduler uses."""
 
     def is_resident(self, digest: str) -> bool: ...
     def lacks_room(self, digest: str) -> bool: ...
@@ -86,7 +86,7 @@ class Scheduler:
         self._queue = WaitingQueue(limits)
         self.running: list[Sequence] = []  # the highest rank first
         self.preemptions: Counter[PreemptionCause] = Counter()  # so far
-        self._now = float("-inf")  # of the newest call that told it
+        self._now = float("-inf")  # time of the newest call that gave it
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -136,7 +136,7 @@ class Scheduler:
         return step
 
     def can_admit(self, now: float) -> bool:
-        """Whether a waiting sequence might get into the next step."""
+        """Return whether a waiting sequence might get into the next step."""
         self._now = now
         self._queue.promote(now)
         if not self.waiting:
@@ -342,7 +342,7 @@ class Scheduler:
         return victim is not None
 
     def _claim_adapters(self, step: Step, sequence: Sequence) -> bool:
-        """Whether the sequence's adapters are resident and within the limit of adapters in use.
+        """Return whether the sequence's adapters are resident and within the limit of adapters.
 
         If pages for them are missing, frees them for `AdapterStore.poll` to take.
         """
@@ -361,7 +361,7 @@ class Scheduler:
         return True
 
     def _is_out_of_reach(self, digest: str, sequence: Sequence) -> bool:
-        """Whether an adapter of the first waiting sequence has no room though nothing else runs.
+        """Return whether the first waiting sequence lacks an adapter though nothing runs.
 
         That happens if prefixes were pinned after the request had been accepted.
         """
@@ -386,7 +386,7 @@ class Scheduler:
         return True
 
     def _is_free(self, num_pages: int, sequence: Sequence, use: PageUse = PageUse.KV) -> bool:
-        """Whether so many pages can be taken, after evicting what is idle.
+        """Return whether `num_pages` pages can be taken, after evicting what is idle.
 
         Keeps its own adapters, and those that an overdue sequence before it has waited for.
         """
@@ -399,7 +399,7 @@ class Scheduler:
         return self._pool.can_take(num_pages, use)
 
     def _is_all_there_is(self) -> bool:
-        """Whether no page comes free: none is lent, no adapter waits for its other parts."""
+        """Return whether no page comes free: none is lent, no adapter waits for its other parts."""
         return not (self._adapters.is_copying or self._pool.num_used(PageUse.LENT))
 
     def _is_free_at_last(self, num_pages: int, sequence: Sequence) -> bool:
@@ -426,12 +426,12 @@ class Scheduler:
 
 
 def _outranks(sequence: Sequence, running: Sequence) -> bool:
-    """Whether it is interactive, and `running` is batch work that is not overdue."""
+    """Return whether it is interactive, and `running` is batch work that is not overdue."""
     return sequence.request.priority is Priority.INTERACTIVE and running.rank[0] is Urgency.BATCH
 
 
 def _is_prompt_under_way(sequence: Sequence) -> bool:
-    """Whether a sibling is computing the prompt, whose pages it will share."""
+    """Return whether a sibling is computing the prompt, whose pages it will share."""
     running = [s for s in sequence.siblings if s.is_running]
     return bool(running) and not any(s.has_prompt for s in running)
 
@@ -442,5 +442,5 @@ def _has_failed(step: Step, sequence: Sequence) -> bool:
 
 def _too_small(pool: PagePool, num_pages: int) -> OutOfPages:
     return OutOfPages(
-        f"the request alone needs {num_pages} pages more than there are of {pool.num_pages}"
+        f"the request alone needs {num_pages} more pages than are free of {pool.num_pages}"
     )

@@ -46,7 +46,7 @@ def insert_by_rank(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class WaitingQueue:
-    """Owns the waiting sequences and how long each may go on waiting.
+    """Owns the waiting sequences and the longest time that each may still wait.
 
     sequences  the most urgent first
     """
@@ -87,7 +87,7 @@ class WaitingQueue:
         )
 
     def of(self, urgency: Urgency) -> list[Sequence]:
-        """The waiting of one urgency, in order of arrival."""
+        """Return the waiting of one urgency, in order of arrival."""
         first = bisect_left(self.sequences, (urgency, -1), key=_by_rank)
         last = bisect_left(self.sequences, (urgency + 1, -1), lo=first, key=_by_rank)
         return self.sequences[first:last]
@@ -100,5 +100,5 @@ class WaitingQueue:
             assert not sequence.is_running and not sequence.page_table
             assert sequence.num_computed == 0
             if sequence.rank[0] is not Urgency.OVERDUE:
-                assert self._next_overdue <= sequence.overdue_at, "nobody will look in time"
+                assert self._next_overdue <= sequence.overdue_at, "the next check comes too late"
                 assert sequence.overdue_at >= now, "overdue without being called so"

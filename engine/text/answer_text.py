@@ -97,7 +97,7 @@ class AnswerText:
 
     @property
     def is_first(self) -> bool:
-        """Whether the next token is the text's first one."""
+        """Return whether the next token is the text's first one."""
         return self._detokenizer.is_first
 
     def feed(self, token_id: int) -> tuple[str, str]:

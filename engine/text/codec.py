@@ -67,7 +67,7 @@ class TextCodec:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders tools itself."""
+        """Return whether the chat template renders tools itself."""
         return self._template is not None and self._template.takes_tools
 
     def render(
@@ -164,7 +164,7 @@ class TextCodec:
         return len(text) // self._longest_token
 
     def max_num_chars(self, num_tokens: int) -> int:
-        """Return an upper bound for the number of characters that so many tokens decode to."""
+        """Return an upper bound for the number of characters that `num_tokens` tokens decode to."""
         return num_tokens * self._longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -173,7 +173,7 @@ class TextCodec:
         return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `decode` leaves the token out."""
+        """Return whether `decode` leaves the token out."""
         return token_id in self.pieces.special_ids
 
 

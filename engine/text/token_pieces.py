@@ -63,7 +63,7 @@ class TokenPieces:
         return {i: name for i, name in self._special_names.items() if name in names}
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether the token adds nothing to a text, so that the text begins behind it."""
+        """Return whether the token adds nothing to a text, so that the text begins behind it."""
         return not self.of(token_id, is_first=False).bytes
 
     def _read(self, token_id: int, is_first: bool) -> TokenPiece:

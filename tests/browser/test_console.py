@@ -52,7 +52,7 @@ def test_bad_adapter_shows_the_reason(page: Page, adapter_dir: Path, tmp_path: P
     upload(page, "wrong-rank", folder)
     expect(page.get_by_role("heading", name="Rejected")).to_be_visible(timeout=READY_TIMEOUT_MS)
     expect(page.get_by_text("This version was rejected")).to_be_visible()
-    expect(page.locator(".reasons li").first).to_contain_text("lora_")
+    expect(page.locator(".reasons li").first).to_contain_text("rank")
 
 
 def test_form_says_what_is_missing_beside_the_field(page: Page) -> None:

@@ -39,7 +39,7 @@ def test_what_would_be_lost_is_named_and_nothing_is_written(cli: Cli, tmp_path: 
         assert told in done.err
     target.write_text("mine")
     done = cli.run("datasets", "convert", str(write(tmp_path, ALPACA)), str(target))
-    assert (done.code, target.read_text()) == (1, "mine") and "exists already" in done.err
+    assert (done.code, target.read_text()) == (1, "mine") and "already exists" in done.err
     done = cli.run("datasets", "convert", str(tmp_path / "missing.json"), str(tmp_path / "x.jsonl"))
     assert done.code == 1 and "No such file" in done.err and not (tmp_path / "x.jsonl").exists()
 

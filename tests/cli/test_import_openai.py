@@ -97,14 +97,14 @@ def test_what_cannot_be_taken_over_is_named(tmp_path: Path) -> None:
 
 
 def test_another_method_cannot_be_made_here(tmp_path: Path) -> None:
-    with pytest.raises(CliError, match="method is dpo: here jobs are supervised"):
+    with pytest.raises(CliError, match="method is dpo: only supervised jobs"):
         read(tmp_path, method={"type": "dpo", "dpo": {}})
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', "{" * 10_000, '{"model": 3}'])
 def test_what_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "job.json").write_text(content)
-    with pytest.raises(CliError, match="is no fine-tuning job"):
+    with pytest.raises(CliError, match="is not a fine-tuning job"):
         read_job(tmp_path / "job.json")
 
 
@@ -147,7 +147,7 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     path = answers(tmp_path, good, "{", {"messages": []}, {"messages": [USER]}, [good], good)
     with pytest.raises(CliError, match=r"line 2, 3, 4, 5: a line is"):
         read_answers(path)
-    with pytest.raises(CliError, match="has no answers in texts"):
+    with pytest.raises(CliError, match="has no text answers"):
         read_answers(answers(tmp_path))
     with pytest.raises(CliError, match=f"{MAX_CASES} can be compared"):
         read_answers(answers(tmp_path, *[good] * (MAX_CASES + 1)))

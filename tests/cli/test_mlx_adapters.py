@@ -177,7 +177,7 @@ PARAMETERS = MLX["lora_parameters"]
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "the whole model": ({"fine_tune_type": "full"}, "fine_tune_type is full"),
     "another method": ({"fine_tune_type": "loha"}, "fine_tune_type is 'loha'"),
-    "no parameters": ({"lora_parameters": None}, "has no lora_parameters"),
+    "no parameters": ({"lora_parameters": None}, "lora_parameters is missing"),
     "an unknown one": ({"lora_parameters": {**PARAMETERS, "x": 1}}, "lora_parameters.x"),
     "no scale": ({"lora_parameters": {"rank": 8}}, "lora_parameters.scale"),
     "a scale of text": ({"lora_parameters": {**PARAMETERS, "scale": "20"}}, "scale"),
@@ -215,7 +215,11 @@ def test_a_scale_that_two_releases_read_otherwise_is_refused(tmp_path: Path) -> 
 BAD_TENSORS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "the embedding": ("model.embed_tokens.lora_a", (96, 8), "tied head"),
     "experts": ("model.layers.1.self_attn.q_proj.lora_a", (2, 8, 32), "experts"),
-    "a quantised matrix": ("model.layers.1.mlp.up_proj.lora_a_scales", (8, 4), "no tensor of LoRA"),
+    "a quantised matrix": (
+        "model.layers.1.mlp.up_proj.lora_a_scales",
+        (8, 4),
+        "not a tensor of LoRA",
+    ),
     "another model": ("language_model.model.layers.1.mlp.up_proj.lora_a", (32, 8), "not adapt"),
     "half a pair": ("model.layers.1.mlp.up_proj.lora_a", (32, 8), r"lora_b is missing"),
     "magnitudes": ("model.layers.1.self_attn.q_proj.m", (32,), "is of DoRA"),
@@ -238,7 +242,7 @@ def test_tensors_that_cannot_be_converted_are_named(
 def test_a_cut_file_is_refused(tmp_path: Path, cut: int) -> None:
     folder = write_mlx(tmp_path / "mlx", of_layers([1, 2], QV))
     (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:cut])
-    with pytest.raises(CliError, match="no whole safetensors"):
+    with pytest.raises(CliError, match="not a complete safetensors"):
         converted(folder)
 
 

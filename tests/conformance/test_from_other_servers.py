@@ -309,7 +309,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"guided_json": {"type": 3}}, "guided_json", "type"),
         ({"guided_json": "{"}, "guided_json", "not of valid JSON"),
         ({"guided_json": '{"const": 1e999}'}, "guided_json", "not of valid JSON"),
-        ({"guided_regex": "(a"}, "guided_regex", "no regular expression"),
+        ({"guided_regex": "(a"}, "guided_regex", "not a regular expression"),
         ({"guided_grammar": "%import x"}, "guided_grammar", "directives are not supported"),
         ({"ebnf": 'root ::= "a'}, "ebnf", "line 1"),
         ({"ebnf": "root ::= root"}, "ebnf", "cannot be used"),

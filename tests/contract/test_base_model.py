@@ -86,7 +86,7 @@ def test_what_is_no_model_is_told_in_words(tmp_path: Path) -> None:
             find_base_model(folder)
         return str(caught.value)
 
-    assert "is no folder" in said(tmp_path / "nowhere")
+    assert "is not a folder" in said(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "no config.json, but nothing" in said(tmp_path / "empty")
     two = tmp_path / "two"
@@ -101,7 +101,7 @@ def test_what_is_no_model_is_told_in_words(tmp_path: Path) -> None:
     assert "git lfs pull" in said(pointer)
     broken = make(tmp_path / "broken")
     (broken / "config.json").write_text("{")
-    assert "is no JSON" in said(broken)
+    assert "is not JSON" in said(broken)
 
 
 @pytest.mark.parametrize(

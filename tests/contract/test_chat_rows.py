@@ -45,9 +45,9 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (["messages"], "line 2 has neither `messages` nor a `prompt`"),
-        ("messages", "line 2 has neither `messages` nor a `prompt`"),
-        ({"body": {"messages": [USER, ASSISTANT]}}, "line 2 has neither `messages` nor a `prompt`"),
+        (["messages"], "line 2 has neither `messages` nor `prompt`"),
+        ("messages", "line 2 has neither `messages` nor `prompt`"),
+        ({"body": {"messages": [USER, ASSISTANT]}}, "line 2 has neither `messages` nor `prompt`"),
         ({"messages": {}}, "line 2: messages must be a list"),
         ({"messages": []}, "line 2: messages must be a list"),
         ({"prompt": "u"}, "line 2: completion must be a string"),
@@ -62,7 +62,7 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "line 2: messages must have a message"),
         (
             {"messages": [USER, ASSISTANT | {"function_call": {"name": "f"}}]},
-            "line 2: messages[1].tool_calls[0].function.name must be that of one of the",
+            "line 2: messages[1].tool_calls[0].function.name must be the name of one of the",
         ),
         (
             {"messages": [USER | {"tool_calls": [CALL]}, ASSISTANT]},
@@ -78,7 +78,7 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
         ),
         (
             {"messages": [USER, ASSISTANT | {"content": [{"type": "image_url"}]}]},
-            "line 2: messages[1].content[0] is not text, and the models read text alone",
+            "line 2: messages[1].content[0] is not text, and the models read only text",
         ),
         ({"messages": [USER, "a"]}, "line 2: messages[1] must be an object"),
         ({"messages": [USER, {"role": "sage", "content": "a"}]}, "line 2: messages[1].role must"),
@@ -121,7 +121,7 @@ def test_rows_as_openai_has_them_are_good() -> None:
 
 
 PREFERENCE = "is a key of preference tuning (DPO, KTO), which is not available yet"
-UNKNOWN = "is not a key that is known here, and may change what is learned"
+UNKNOWN = "is not a known key, and may change what is learned"
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ UNKNOWN = "is not a key that is known here, and may change what is learned"
         ({"chat_template_kwargs": {"enable_thinking": False}}, UNKNOWN),
         ({"prompt": "other words"}, UNKNOWN),
         ({"completion": "a"}, UNKNOWN),
-        ({"images": ["cat.png"]}, "is not text, and the models read text alone"),
-        ({"videos": ["cat.mp4"]}, "is not text, and the models read text alone"),
-        ({"weight": 0.5}, "must be 1, since rows have none here"),
-        ({"weight": 0}, "must be 1, since rows have none here"),
-        ({"weight": True}, "must be 1, since rows have none here"),
+        ({"images": ["cat.png"]}, "is not text, and the models read only text"),
+        ({"videos": ["cat.mp4"]}, "is not text, and the models read only text"),
+        ({"weight": 0.5}, "must be 1, because rows have no weights here"),
+        ({"weight": 0}, "must be 1, because rows have no weights here"),
+        ({"weight": True}, "must be 1, because rows have no weights here"),
     ],
 )
 def test_a_key_beside_the_messages_is_obeyed_or_refused_by_name(
@@ -163,7 +163,7 @@ def test_a_key_beside_the_messages_is_obeyed_or_refused_by_name(
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"reasoning_content": "hm"}, "reasoning_content would not be learned: write the thoughts"),
+        ({"reasoning_content": "hm"}, "reasoning_content would not be learned: write it"),
         ({"thinking": "hm"}, "thinking would not be learned"),
         ({"train_detail": [{"begin_offset": 0}]}, f"train_detail {UNKNOWN}"),
         ({"prefix": True}, f"prefix {UNKNOWN}"),
@@ -172,7 +172,7 @@ def test_a_key_beside_the_messages_is_obeyed_or_refused_by_name(
         ({"audio": {"id": "x"}}, "audio is not text"),
         ({"tool_call_id": "c"}, f"tool_call_id {UNKNOWN}"),
         ({"name": 3}, "name must be a string"),
-        ({"refusal": "no"}, "refusal is beside a content: write one of them"),
+        ({"refusal": "no"}, "refusal is given, and a content too: remove one of them"),
         ({"loss": 0}, "loss must be true or false"),
         ({"train": "false"}, "train must be true or false"),
         ({"loss_weight": 0.5}, "loss_weight must be 0 or 1"),
@@ -215,7 +215,7 @@ def test_other_trainers_switches_mean_weight(switch: str) -> None:
 def test_switches_that_contradict_each_other_are_refused() -> None:
     row = {"messages": [USER, ASSISTANT | {"weight": 1, "loss": False}]}
     (problem,) = lint(jsonl(row)).problems
-    assert problem.message.endswith("that it is learned and that it is not: weight, loss")
+    assert problem.message.endswith("whether the message is learned: weight, loss")
     assert learned({"messages": [USER, ASSISTANT | {"weight": 1, "loss": True}]}) == ["a"]
 
 
@@ -241,7 +241,7 @@ def test_a_system_beside_the_messages_is_the_first_of_them() -> None:
         )
     assert read_row({"messages": [USER, ASSISTANT], "system": ""}).learned == (1,)
     (problem,) = lint(jsonl(GOOD | {"system": "s"})).problems
-    assert str(problem).startswith("line 1: system is beside a message of the system")
+    assert str(problem).startswith("line 1: system is given, and a message of the system too")
 
 
 def test_the_system_may_be_followed_by_the_assistant() -> None:
@@ -280,7 +280,8 @@ def test_a_function_that_is_called_must_be_among_the_tools() -> None:
     for tools in ([], [{"type": "function", "function": {"name": "g"}}]):
         (problem,) = lint(jsonl(calling("{}") | {"tools": tools})).problems
         assert str(problem) == (
-            "line 1: messages[1].tool_calls[0].function.name must be that of one of the row's tools"
+            "line 1: messages[1].tool_calls[0].function.name must be the name of one of the "
+            "row's tools"
         )
         assert not lint(jsonl(calling("{}", weight=0) | {"tools": tools})).problems
 
@@ -350,7 +351,7 @@ def test_bytes_that_are_no_row_are_named_by_their_line(line: bytes, expected: st
 
 def test_a_file_of_another_kind_is_told_what_is_wanted() -> None:
     complaint = lint(b"question,answer\nhi,there\n").complaint
-    assert complaint.startswith("line 1 is not JSON; line 2 is not JSON. The file is JSONL")
+    assert complaint.startswith("line 1 is not JSON; line 2 is not JSON. The file must be JSONL")
     assert complaint.count('{"messages":') == 1
     assert "char 0" not in complaint
     assert "Expecting" not in complaint

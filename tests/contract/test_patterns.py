@@ -121,7 +121,7 @@ def test_a_pattern_means_to_every_engine_what_ecma_says(case: Case) -> None:
 
 @pytest.mark.parametrize("pattern", INVALID)
 def test_what_is_no_pattern_of_ecma_is_invalid(pattern: str) -> None:
-    with pytest.raises(BadPattern, match="is no regular expression of ECMA-262") as caught:
+    with pytest.raises(BadPattern, match="is not a regular expression of ECMA-262") as caught:
         read_pattern(pattern)
     assert caught.value.is_invalid
 

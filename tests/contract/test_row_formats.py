@@ -238,7 +238,7 @@ def test_rows_of_public_formats_are_named_and_converted(
 
 
 KTO = "label is a key of preference tuning (DPO, KTO), which is not available yet"
-NO_TEXT = "is not text, and the models read text alone"
+NO_TEXT = "is not text, and the models read only text"
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
 DPO = {"input": chat(U), "preferred_output": [A], "non_preferred_output": [A]}
 IMAGE = {"fileData": {"mimeType": "image/png", "fileUri": "gs://x"}}
@@ -252,14 +252,17 @@ LOSSES: list[tuple[Any, str]] = [
     ),
     ({"instruction": "u", "chosen": "a", "rejected": "b"}, "chosen is a key of preference"),
     ({"conversations": [human()], "chosen": gpt(), "rejected": gpt("b")}, "chosen is a key of pre"),
-    ({"text": "plain"}, "text does not say what is learned of it"),
-    ({"text": "### Human: u ### Assistant: a"}, "text does not say what is learned of it"),
+    ({"text": "plain"}, "text does not say which part is learned"),
+    ({"text": "### Human: u ### Assistant: a"}, "text does not say which part is learned"),
     ({"text": "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\nc"}, "text does not say"),
-    ({"input_ids": [1], "labels": [1]}, "has to be given as text"),
-    ({"segments": [{"label": False, "text": "x"}]}, "has to be given as text"),
+    ({"input_ids": [1], "labels": [1]}, "must be text"),
+    ({"segments": [{"label": False, "text": "x"}]}, "must be text"),
     ({"conversations": [human("<image>"), gpt()], "image": "x.png"}, f"image {NO_TEXT}"),
-    ({"conversations": [human(), gpt()], "mask": "User"}, "mask is not a key that is known here"),
-    ({"conversations": [human(), gpt(markdown="x")]}, "conversations[1].markdown is not a key"),
+    ({"conversations": [human(), gpt()], "mask": "User"}, "mask is not a known key"),
+    (
+        {"conversations": [human(), gpt(markdown="x")]},
+        "conversations[1].markdown is not a known key",
+    ),
     ({"conversations": [human(), {"from": "sage", "value": "a"}]}, "conversations[1].role is not"),
     (
         {"conversations": [human(), {"from": "function_call", "value": "f(1)"}]},
@@ -277,7 +280,7 @@ LOSSES: list[tuple[Any, str]] = [
                 gemini("model", {"text": "a", "thought": True}),
             ]
         },
-        "contents[1].content[0].thought is not a key",
+        "contents[1].content[0].thought is not a known key",
     ),
     (
         {"contents": [gemini("user", {"text": "u"})], "generationConfig": {"n": 1}},
@@ -285,13 +288,13 @@ LOSSES: list[tuple[Any, str]] = [
     ),
     (
         chat(U, {"role": "assistant", "content": [THOUGHT, USE]}, tools=TOOLS),
-        "messages[1].content[0] would not be learned: write the thoughts into `content`",
+        "messages[1].content[0] would not be learned: write it into `content`",
     ),
     (
         chat(
             U, {"role": "assistant", "content": [USE, {"type": "text", "text": "a"}]}, tools=TOOLS
         ),
-        "messages[1] has text behind a call, or before a tool's result",
+        "messages[1] must not have text after a call or before a tool's result",
     ),
     (
         chat(
@@ -301,24 +304,24 @@ LOSSES: list[tuple[Any, str]] = [
             A,
             tools=TOOLS,
         ),
-        "messages[2].content[0].is_error is not a key of ours",
+        "messages[2].content[0].is_error is not a known key",
     ),
     (
         chat(U, {"role": "assistant", "content": [{"reasoningContent": {}}, {"text": "a"}]}),
         "messages[1].content[0] would not be learned",
     ),
-    ({"prompt": [U]}, "completion is missing: it is what is learned"),
+    ({"prompt": [U]}, "completion is missing: it is the text to learn"),
     ({"prompt": [U], "completion": "a"}, "completion must be a list of messages"),
-    ({"instruction": "u", "output": "a", "text": "other"}, "text is not what the instruction and"),
-    ({"question": "u", "context": "c", "answer": "a"}, "context is not a key that is known here"),
+    ({"instruction": "u", "output": "a", "text": "other"}, "text differs from the instruction and"),
+    ({"question": "u", "context": "c", "answer": "a"}, "context is not a known key"),
     ({"query": "u", "response": "a", "history": [["u"]]}, "history must be a list of pairs"),
     (chat(U, A | {"role": "model", "loss": False}, system_prompt=3), "system must be text"),
     (
         {"system": "s", "conversations": [{"from": "system", "value": "t"}, human(), gpt()]},
         "system is",
     ),
-    ({"body": chat(U, A)}, "has neither `messages` nor a `prompt`"),
-    (3, "has neither `messages` nor a `prompt`"),
+    ({"body": chat(U, A)}, "has neither `messages` nor `prompt`"),
+    (3, "has neither `messages` nor `prompt`"),
 ]
 
 
@@ -352,7 +355,7 @@ def test_rows_of_ours_are_left_as_they_are() -> None:
         (b"[%s]\n[%s]", 2, []),
         (b" [ ]\n", 0, []),
         (b"[%s,\n 5,\n%s]", 2, ["line 1, row 2 has neither"]),
-        (b"[%s,\n%s", 2, ["line 1 is not JSON: an array is not ended"]),
+        (b"[%s,\n%s", 2, ["line 1 is not JSON: an array does not end correctly"]),
         (b"[%s]\n%s x", 1, ["line 2 is not JSON"]),
         (b'[%s,\n{"a": NaN}]', 1, ["line 1 has NaN"]),
         (b'[%s,\n{"text": "\xff"}]', 0, ["line 1 is not JSON: it is not text"]),

@@ -318,12 +318,12 @@ def test_missing_half_is_named() -> None:
 def test_one_sentence_says_that_the_ranks_are_others() -> None:
     found = reasons_for(files.config_bytes(r=8), files.pack(TENSORS))
     end = "upload the adapter_config.json that was saved with them"
-    assert found == {"r": f"it is 8, and the tensors have rank 4: {end}"}
+    assert found == {"r": f"it is 8, but the tensors have rank 4: {end}"}
     config = files.config_bytes(r=8, rank_pattern={"q_proj": 2, "down_proj": 4})
     module = "model.layers.0.self_attn.q_proj"
     assert reasons_for(config, files.pack(TENSORS)) == {
-        "rank_pattern": f"it is 2 for {module}, and the tensors have rank 4 "
-        f"(so with 3 other modules): {end}"
+        "rank_pattern": f"it is 2 for {module}, but the tensors have rank 4 "
+        f"(and for 3 other modules): {end}"
     }
 
 
@@ -331,12 +331,12 @@ def test_one_sentence_for_each_kind_of_fault() -> None:
     """An adapter of all linears has hundreds of tensors."""
     wide = files.config_bytes(target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
     assert reasons_for(wide, files.pack(TENSORS)) == {
-        "target_modules": "it asks for model.layers.0.self_attn.k_proj, of which the file has no "
-        "tensor: take it out; so with 1 other"
+        "target_modules": "it asks for model.layers.0.self_attn.k_proj, but the file has no "
+        "tensor of it: remove it; 1 other has the same fault"
     }
     few = files.config_bytes(target_modules=["q_proj"])
     [message] = reasons_for(few, files.pack(TENSORS)).values()
-    assert message.endswith("so with 7 others")
+    assert message.endswith("7 others have the same fault")
     halves = {name: value for name, value in TENSORS.items() if "lora_A" in name}
     assert list(reasons_for(files.config_bytes(), files.pack(halves))) == [SECOND]
 
@@ -356,7 +356,7 @@ def test_names_that_peft_ignores_are_refused_once(old: str, new: str) -> None:
     tensors = {name.replace(old, new): value for name, value in TENSORS.items()}
     assert reasons_for(files.config_bytes(), files.pack(tensors)) == {
         FIRST.replace(old, new): f"PEFT does not read a tensor of this name: rename it to {FIRST}; "
-        "so with 11 others"
+        "11 others have the same fault"
     }
 
 
@@ -419,7 +419,7 @@ def test_advice_is_of_the_initialisation() -> None:
     for init in ("pissa_niter_16", "lora_ga"):
         assert "path_initial_model_for_weight_conversion" in advice[init]
     assert "cannot make a plain LoRA" in advice["loftq"]
-    assert "no initialisation" in advice["of_tomorrow"]
+    assert "not an initialisation" in advice["of_tomorrow"]
 
 
 def test_rank_limit_of_the_base_counts() -> None:

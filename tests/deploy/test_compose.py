@@ -6,13 +6,11 @@ tests/compose starts the file on a Docker engine; here is what can be seen by re
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from bench import worker_start
 from deploy import init
 from tests.deploy.dockerfile import ROOT, stages
 
@@ -200,22 +198,6 @@ def test_the_worker_and_the_trainer_alone_share_the_sockets_folder(services: Ser
     assert sharing == {"worker", "worker-cpu", "trainer", "trainer-cpu"}
     assert init.OWNERS["training-socket"] == init.LORIKEET
     assert "training-socket:/volumes/training-socket" in services["init"]["volumes"]
-
-
-def test_the_check_on_a_card_gives_the_worker_what_compose_gives(
-    services: Services, tmp_path: Path
-) -> None:
-    given = worker_start.compose_environment(tmp_path, {"LORIKEET_SPECULATION": "on"})
-    environment = services["worker"]["environment"]
-    assert set(given) == {n for n, v in environment.items() if v is not None} | {
-        "LORIKEET_SPECULATION"
-    }
-    assert not any("${" in value for value in given.values())
-    assert given["REDIS_URL_FILE"] == str(tmp_path / "secrets" / "REDIS_URL")
-    assert given["LORIKEET_TRAINER_GPU_SHARE"] == "0.3"
-    command, of_image = worker_start.image_of_worker()
-    assert command == ["python", "-m", "worker"]
-    assert of_image["TRITON_CACHE_DIR"].startswith("/var/lib/lorikeet/")
 
 
 def test_interpolated_and_passed_variables_are_in_the_example(services: Services) -> None:

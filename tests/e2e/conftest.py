@@ -44,10 +44,10 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
     )
     with Commands(env) as commands:  # its database is migrated
         commands.run("collectstatic", "--no-input", "--verbosity=0")
+        seed.seed(commands, state, base_model_dir)
     # What trains, inspects and reports is a fork, but in the long tests.
     if not is_whole:
         env["PYTHONPATH"] = str(warm_site(folder))
-    seed.seed(env, state, base_model_dir)
     if os.environ.get("LORIKEET_TEST_DEVICE") == "cuda":  # see test_card
         env |= {"LORIKEET_DEVICE": "cuda", "LORIKEET_TRAINER_GPU_SHARE": "0.2"}
     env |= {"LORIKEET_LOG_FORMAT": "json", "LORIKEET_LOG_LEVEL": "DEBUG"}

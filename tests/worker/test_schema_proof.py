@@ -157,7 +157,7 @@ def test_what_is_no_pattern_of_ecma_is_refused_by_path(
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(client, {"type": "object", **schema}, strict=strict)
-        assert "no regular expression of ECMA-262" in caught.value.message
+        assert "not a regular expression of ECMA-262" in caught.value.message
         assert path in caught.value.message
 
 

@@ -340,7 +340,7 @@ def test_a_wrong_setting_is_named(environment: dict[str, str], name: str, value:
     [
         ("nowhere/worker.sock", "cannot make a file in the folder"),
         ("x" * 200, "longer than 107 bytes"),
-        ("file", "something that is no socket"),
+        ("file", "is not a socket"),
     ],
 )
 def test_a_place_for_no_socket_is_named_before_the_model_is_loaded(

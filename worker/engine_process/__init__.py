@@ -1,1 +1,1 @@
-"""Runs the engine in a process of its own, and connects to it."""
+"""The engine in a process of its own, and the connection to it."""

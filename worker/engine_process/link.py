@@ -39,7 +39,7 @@ def _child(
         from worker.engine_process.process import create_engine, main
 
         main(connection, config, engine_factory or create_engine)
-    except SystemExit as ended:  # it has said why
+    except SystemExit as ended:  # the process has already said why
         os._exit(ended.code if isinstance(ended.code, int) else 1)
     except BaseException:
         try:

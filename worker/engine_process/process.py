@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 #: Pause after a step without output: its requests may wait for an adapter to load.
 STALL_POLL_S = 0.001
 STATS_INTERVAL_S = 0.25
-#: Errors that last: a digest's content never changes. A disk's errors may pass.
+#: Errors that stay, because a digest's content never changes. Disk errors may pass.
 _LASTING = (AdapterMismatch, OutOfPages)
 
 
@@ -163,7 +163,7 @@ def main(connection: Connection, config: WorkerConfig, engine_factory: EngineFac
     if config.training is not None:
         loop.host = make_host(engine, loop, config)
     # Keep the garbage collector from visiting objects that live as long as the process: with a
-    # loaded engine, a full collection took 7 to 17 ms within a step (docs/performance.md).
+    # loaded engine, a full collection took 7 to 17 ms within a step (docs/history/performance.md).
     gc.collect()
     gc.freeze()
     try:
@@ -287,8 +287,9 @@ class EngineProcess:
 
     def _prefetch(self, command: Prefetch) -> None:
         if self._refusal_of(command.digest):
-            return  # it was said when it was registered
-        with contextlib.suppress(UnknownAdapter):  # it was evicted from the disk meanwhile
+            return  # it was reported when it was registered
+        # the adapter was evicted from the disk in between
+        with contextlib.suppress(UnknownAdapter):
             self._engine.prefetch(command.digest, to_arena=command.to_arena)
 
     def _refusal_of(self, digest: str) -> Exception | None:

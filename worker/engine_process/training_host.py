@@ -38,17 +38,17 @@ from worker.training.wire import (
 
 log = logging.getLogger(__name__)
 
-#: After requests found too few pages, nothing is trained for so long.
+#: Seconds without training after requests found too few pages.
 PAUSE_S = 30.0
-#: So long the runs' owner may save them once the memory is wanted back: what it does not save has
-#: a state on its disk that is a minute old. While requests wait for pages, and else.
+#: Seconds that the runs' owner has to save them once the memory is wanted back, while requests wait
+#: for pages and otherwise. A run that is not saved has a state on its disk that is a minute old.
 _GRACE_SHORT_S, _GRACE_S = 10.0, 120.0
 _MOST_CLIENTS = 16
 _MOST_RUNS = 4096
 
 
 class _Client:
-    """One connection: what came over it, and what is to go out."""
+    """One connection: the bytes that it received, and the bytes to send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -61,11 +61,11 @@ class _Client:
 
 
 class TrainingHost:
-    """Owns the socket and who has the room; all but `close` is called by the engine's thread.
+    """Owns the socket and knows who trains; only the engine's thread calls it, except `close`.
 
     path      of the socket, which is made; the user's own alone
     revision  of the base, as `contract.base_model` finds it in the folder
-    is_open   whether training may go on now: the pool's hours
+    is_open   whether training may run now: the pool's hours
     bell      readable when `attend` has something to do
     """
 
@@ -86,13 +86,13 @@ class TrainingHost:
         self._owner: _Client | None = None
         self._trainer: BatchTrainer | None = None
         self._paused_until = 0.0
-        self._gone_at: float | None = None  # when the room is closed, whoever has it
+        self._gone_at: float | None = None  # when training ends, whoever uses it
         self._num_clients = threading.Semaphore(_MOST_CLIENTS)
         self._listener = _listen(path)
-        threading.Thread(target=self._accept, name="training-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="training-socket", daemon=True).start()
 
     def attend(self) -> None:
-        """Do what is asked for: one thing, or what takes no time."""
+        """Do one thing that a trainer asks for, and everything that takes no time."""
         with contextlib.suppress(BlockingIOError):
             self.bell.recv(4096)
         if self._gone_at is not None and time.monotonic() >= self._gone_at:
@@ -115,7 +115,7 @@ class TrainingHost:
         self._listener.close()
 
     def _reply(self, client: _Client, message: Message) -> Message:
-        """Never raises: what is wrong with training is its owner's, and serving goes on."""
+        """Return the answer; never raise, because an error of training must not end serving."""
         try:
             if message.fields.get("do") == "open":
                 return self._open(client, message.fields)
@@ -126,7 +126,7 @@ class TrainingHost:
             return Message({"error": error_fields(error)})
         except torch.OutOfMemoryError as error:
             log.warning("training found too little memory: %s", error)
-            return self._fail("the GPU's memory is too small for a micro-batch")
+            return self._fail("the GPU has too little memory for a micro-batch")
         except Exception:
             log.exception("training failed")
             return self._fail("training failed: the worker's log says why")
@@ -134,9 +134,9 @@ class TrainingHost:
     def _open(self, client: _Client, fields: Mapping[str, Any]) -> Message:
         sizes = fields["sizes"]
         if fields["revision"] != self._revision:
-            return _refused("the worker serves another base", is_lasting=True)
+            return _refused("the worker serves another base model", is_lasting=True)
         if not isinstance(sizes, list) or not 1 <= len(sizes) <= _MOST_RUNS:
-            return _refused("sizes: a list of one a run", is_lasting=True)
+            return _refused("sizes must be a list with one number for each run", is_lasting=True)
         if self._owner is not None:
             return _refused("the worker trains other runs")
         if not self._is_open():
@@ -173,10 +173,10 @@ class TrainingHost:
             case "step":
                 events = trainer.step()
                 return events_message(events, is_wanted_back=self._is_wanted_back())
-        raise BadMessage(f"{fields['do']!r} is nothing that can be done")
+        raise BadMessage(f"{fields['do']!r} is not a known command")
 
     def _is_wanted_back(self) -> bool:
-        """Whether the owner is to save its runs and leave; notes until when."""
+        """Return whether the owner must save its runs and leave; note until when."""
         is_short = self._room.is_wanted_back
         if not is_short and self._is_open():
             return False
@@ -198,10 +198,10 @@ class TrainingHost:
         self._owner = self._trainer = self._gone_at = None
         self._room.close()
 
-    # Other threads
+    # Methods of other threads
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError):  # the socket was closed
             while True:
                 self._num_clients.acquire()
                 client = _Client(self._listener.accept()[0])

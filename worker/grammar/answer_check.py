@@ -1,4 +1,4 @@
-"""Checks in a helper process whether finished answers obey their schemas, each by itself."""
+"""Checks in a helper process whether finished answers obey their schemas, one by one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def set_up() -> Callable[[str, str], str | None]:
     def check_alone(schema: str, answer: str) -> str | None:
         compiled.cache_clear()
         re2.purge()
-        re.purge()  # of the format regex, which jsonschema compiles
-        urllib.parse.clear_cache()  # type: ignore[attr-defined]  # of references
+        re.purge()  # drops the format regex, which jsonschema compiles
+        urllib.parse.clear_cache()  # type: ignore[attr-defined]  # drops references
         return check(schema, answer)
 
     return check_alone

@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def is_bound(job: GenerateJob, answer: str) -> bool:
-    """Whether any part of the finished answer must obey a schema."""
+    """Return whether any part of the finished answer must obey a schema."""
     return job.json_schema is not None or _has_calls(job, answer)
 
 

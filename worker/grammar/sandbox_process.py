@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from worker.engine_process.parent_death import die_with_parent
 
-#: Makes the function that does the jobs; called in the helper process.
+#: Makes the function that does the jobs; runs in the helper process.
 Setup = Callable[..., Callable[..., Any]]
 
 START_TIMEOUT_S = 60.0
@@ -165,8 +165,9 @@ def _ask(connection: Connection, pid: int, job: tuple[Any, ...], cpu_s: float) -
 
 
 def _processor_time(pid: int) -> float:
-    """Return the CPU seconds of a process so far; the clock's number is as in Linux's
-    clock_getcpuclockid(3)."""
+    """Return the CPU seconds of a process so far.
+
+    The clock's number is as in Linux's clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
@@ -200,7 +201,7 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process grow by at most so many bytes; allocations beyond that fail."""
+    """Limit this process's growth to `num_bytes`; allocations beyond that fail."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()

@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from engine.request import Request
 from engine.stats import LoadCounts
 from worker.errors import Refused
 from worker.grammar import trial
-from worker.grammar.fair_lock import FairLock
 from worker.grammar.sandbox_process import SandboxLost, SandboxProcess
 
 log = logging.getLogger(__name__)
@@ -43,10 +42,11 @@ CHECK_MEMORY_BYTES = 256 << 20
 #: Python's default limit allows some 150 levels in an answer; this and the stack some 1,300.
 CHECK_RECURSION = 8000
 MAX_CACHED = 1024
-#: For each tenant: grammars that may wait for their trial, and CPU seconds of trials per minute.
+#: For each tenant: number of grammars that may wait for their trial, and CPU seconds of trials per
+#: minute.
 MAX_WAITING = 16
 QUOTA_S, QUOTA_WINDOW_S = 10.0, 60.0
-#: A grammar that took too long is not tried again for so long; perhaps the machine was stalled.
+#: Seconds before a grammar that took too long is tried again; perhaps the machine was stalled.
 RETRY_S = 60.0
 
 _Trial = tuple[str, Grammar]  # tenant, and its grammar
@@ -72,8 +72,9 @@ class GrammarService:
         self._check = SandboxProcess("answer-check", _check_set_up, memory_bytes=CHECK_MEMORY_BYTES)
         # A process has one tokenizer, so tenant and grammar are the whole key.
         self._found: TenantCache[bytes, _Verdict] = TenantCache(MAX_CACHED)
-        self._too_slow: TenantCache[bytes, float] = TenantCache(MAX_CACHED)  # until when
-        self._checks = FairLock()
+        # until when the verdict is valid
+        self._too_slow: TenantCache[bytes, float] = TenantCache(MAX_CACHED)
+        self._checks = _FairLock()
         self._trials: dict[_Trial, asyncio.Future[str | None]] = {}
         self._waiting: OrderedDict[str, deque[Grammar]] = OrderedDict()  # by tenant
         self._spent: dict[str, deque[tuple[float, float]]] = {}  # tenant -> when, CPU s
@@ -198,3 +199,40 @@ def _over_quota(message: str) -> Refused:
 def _key(*parts: str) -> bytes:
     """Return a short key for texts that may have hundreds of kilobytes."""
     return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+class _FairLock:
+    """A lock that tenants take in turn, so that each waits for one job of every other tenant."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        """Wait for a turn and hold it until the block ends."""
+        if self._is_taken:
+            mine = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant_id, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if not mine.cancelled():  # the turn was passed to us just before the cancellation
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            tenant_id, futures = self._waiting.popitem(last=False)
+            future = futures.popleft()
+            if futures:
+                self._waiting[tenant_id] = futures
+            if not future.done():
+                future.set_result(None)
+                return
+        self._is_taken = False

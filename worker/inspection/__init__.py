@@ -1,1 +1,1 @@
-"""What an adapter computes by PEFT, and what its weights look like."""
+"""Compute PEFT's results for an adapter, and examine its weights."""

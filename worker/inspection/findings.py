@@ -1,4 +1,4 @@
-"""What the figures of an adapter's matrices mean for its owner. Pure."""
+"""Explain the figures of an adapter's matrices to its owner. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-#: The relative change of one matrix above which it is no fine-tuning any more.
+#: Relative change of one matrix above which an adapter is no longer a fine-tuning.
 LARGE_CHANGE = 0.5
-#: The largest relative change below which an adapter changes almost nothing.
+#: Largest relative change below which an adapter changes almost nothing.
 WEAK_CHANGE = 1e-4
-#: The step of bf16, whose mantissa has 8 bits: a smaller change rounds away when it is merged.
+#: The step of bf16, whose mantissa has 8 bits: a smaller change is lost when it is merged.
 BF16_STEP = 2.0**-8
 #: The usual alpha / rank is 0.5 to 4.
 USUAL_SCALING = (0.25, 8.0)
-#: The share of the energy that one layer may have among this many or more.
+#: Share of the energy above which one layer stands out, in models with at least this number of
+#: layers.
 DOMINANT_SHARE, MIN_LAYERS = 0.5, 4
 ENOUGH_ENERGY = 0.99
 _MAX_NAMED = 5
@@ -23,7 +24,7 @@ Told = dict[str, Any]
 
 
 def findings_of(modules: Sequence[Told]) -> list[Told]:
-    """Return what is worth knowing: {"code", "level": "warning" | "note", "message"}.
+    """Return the findings: {"code", "level": "warning" | "note", "message"}.
 
     modules  as `factors.Adapter.modules` tells them
     """
@@ -157,7 +158,8 @@ def _scaling(modules: Sequence[Told]) -> Told | None:
         return None
     message = (
         f"The scale of {len(odd)} of {len(modules)} matrices (alpha / rank, with rsLoRA alpha / "
-        f"√rank) is {odd[0]['scaling']:g}; usual is 0.5 to 4. Is lora_alpha what it was trained "
-        "with?"
+        f"√rank) is {odd[0]['scaling']:g}; usual is 0.5 to 4. Check that lora_alpha is the value "
+        "that "
+        "was trained with."
     )
     return _finding("unusual_scale", message)

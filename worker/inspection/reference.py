@@ -1,4 +1,4 @@
-"""What PEFT computes with an adapter on the probe's prompts, which workers must match."""
+"""Compute with PEFT the log-probabilities that workers must match on the probe's prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contract.inspection import MAX_PROMPT_TOKENS, MAX_PROMPTS, TOP
 
-#: Prose, code, JSON and a chat: what adapters are mostly made for.
+#: Prose, code, JSON and a chat: the usual subjects of adapters.
 PROMPTS = (
     "The invoice of 12 March 2024 amounts to 1,250.00 EUR and is due within thirty days.",
     "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
@@ -20,14 +20,14 @@ PROMPTS = (
 )
 CHAT = ({"role": "user", "content": "Which animal is a lorikeet?"},)
 ANSWER = "A lorikeet is a small parrot."
-#: A base whose weights take more in fp32 is computed in bf16.
+#: Bytes of fp32 weights above which a base is computed in bf16.
 MAX_FP32_BYTES = 16 << 30
 
 
 def load_base(folder: Path) -> Any:
     """Return the base model, on the CPU: in fp32 unless it is too large."""
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    # The files have two bytes per weight at least.
+    # The files have at least two bytes per weight.
     dtype = torch.float32 if num_bytes * 2 <= MAX_FP32_BYTES else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval()

@@ -27,10 +27,11 @@ from worker.serving.choice import Choice
 from worker.serving.engine_commands import Prompt, scored_top
 from worker.serving.streams import EventUpdate
 
-#: The most log-probabilities that one request may have to send at a time: some 15 MB of JSON.
+#: Largest number of log-probabilities that one request may have to send at a time: some 15 MB of
+#: JSON.
 MAX_LOGPROBS = 200_000
 TOO_MANY_LOGPROBS = (
-    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to be told at one "
+    f"This answer has more than {MAX_LOGPROBS:,} log-probabilities or token ids to send at one "
     "time. Ask for fewer, or for a stream."
 )
 
@@ -71,7 +72,7 @@ class ActiveRequest:
         self.finish_reason: str | None = None
         self._worker_id = worker_id
         self._choices = [Choice(job, codec, index) for index in range(job.num_choices)]
-        self._earlier = Usage()  # of attempts that were lost
+        self._earlier = Usage()  # usage of lost attempts
         self._prompts: dict[int, tuple[int, int]] = {}  # number -> (tokens, cached ones)
         self._tier: Tier | None = None  # in which its slowest adapter was found
         self._on_device: dict[str, Any] = {}  # fields of a probe's last event
@@ -124,7 +125,7 @@ class ActiveRequest:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the engine still works on any choice."""
+        """Return whether the engine still works on any choice."""
         return self.in_engine and any(choice.runs_on for choice in self._choices)
 
     @property
@@ -151,19 +152,19 @@ class ActiveRequest:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to send; before the end only a stream gets tokens."""
+        """Return whether there is something to send; before the end only a stream gets tokens."""
         return self.is_finished or (
             self.job.stream and any(choice.has_news for choice in self._choices)
         )
 
     @property
     def is_begun(self) -> bool:
-        """Whether `take_news` has returned any event."""
+        """Return whether `take_news` has returned any event."""
         return self._seq > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its events must not wait for those of other requests."""
+        """Return whether its events must not wait for those of other requests."""
         return self.is_finished or not self.is_begun
 
     def show_prompts(self, prompts: list[Prompt]) -> None:
@@ -174,7 +175,7 @@ class ActiveRequest:
                 choice.show(prompts[choice.index // self.job.n].text)
 
     def answer(self, told: dict[str, Any], now: float) -> None:
-        """End it with one event that has these fields; nothing was generated."""
+        """End the request with one event that has these fields; nothing was generated."""
         self._told = told
         self._end(FinishReason.STOP, now)
 
@@ -220,7 +221,7 @@ class ActiveRequest:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether all is generated and some answers are still to be checked against a schema."""
+        """Return whether all is generated, but an answer is not checked against its schema yet."""
         return not self.is_finished and self._is_generated and bool(self.unchecked)
 
     @property
@@ -233,7 +234,7 @@ class ActiveRequest:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def conclude(self, now: float) -> None:
-        """End it if all its choices have ended."""
+        """End the request if all its choices have ended."""
         broken = [choice for choice in self._choices if choice.broken_param is not None]
         if broken:
             message = f"The answer does not obey its schema: {broken[0].schema_error}"
@@ -242,7 +243,7 @@ class ActiveRequest:
             self._end(_reason_of(self._choices), now)
 
     def cancel(self, now: float) -> None:
-        """End it, as the client does not want the answer any more."""
+        """End the request because the client does not want the answer any more."""
         self._end(FinishReason.CANCELLED, now)
 
     def fail(self, code: str, message: str, param: str | None = None, *, now: float) -> None:
@@ -359,7 +360,6 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _drafts_of(usage: Usage) -> dict[str, int] | None:
-    """Return the record's `drafts`."""
     drafts = {**(usage.accepted_drafts or {}), "rejected": usage.rejected_drafts}
     return drafts if any(drafts.values()) else None
 

@@ -40,7 +40,7 @@ NUM_DOWNLOADS = 8
 PIECE_BYTES = 1 << 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
-#: Writes the two files of an adapter into an empty folder.
+#: Writes an adapter's two files into an empty folder.
 Fetch = Callable[[AdapterRef, Path], None]
 
 
@@ -120,11 +120,12 @@ class AdapterCache:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("*.part"):
             shutil.rmtree(leftover, ignore_errors=True)
-        # Count only folders that this class can have made: it deletes what it counts.
+        # Count only folders that this class can have made, because it deletes what it counts.
         found = [path for path in root.iterdir() if path.is_dir() and DIGEST.fullmatch(path.name)]
         oldest = time.time() - ADAPTER_AGE_S
         for folder in sorted(found, key=lambda path: path.stat().st_mtime):
-            if folder.stat().st_mtime < oldest:  # it may have been deleted while this was away
+            # it may have been deleted during this worker's absence
+            if folder.stat().st_mtime < oldest:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 self._sizes[folder.name] = _size_of(folder)
@@ -163,7 +164,7 @@ class AdapterCache:
 
     def drop(self, digest: str) -> None:
         """Delete a folder as soon as no request uses it: the adapter was deleted."""
-        # A download goes on when its request is cancelled.
+        # A download continues after its request is cancelled.
         if digest in self._users or digest in self._arrivals:
             self._doomed.add(digest)
             return

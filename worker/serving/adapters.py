@@ -40,7 +40,7 @@ class Adapters:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for an adapter's files."""
+        """Return whether a request waits for an adapter's files."""
         return self._num_loading > 0
 
     @property
@@ -61,14 +61,14 @@ class Adapters:
         return Tier.DISK if digest in self._cache else Tier.STORE
 
     def has_let_go(self, digests: Iterable[str]) -> bool:
-        """Whether the engine no longer keeps an adapter that is to be pinned."""
+        """Return whether the engine no longer keeps an adapter that is to be pinned."""
         return any(
             digest in self._stats.resident_digests and digest not in self._stats.pinned_digests
             for digest in digests
         )
 
     def on_disk_alone(self, count: int) -> tuple[str, ...]:
-        """Return so many adapters that are on the disk and in no memory, the newest last."""
+        """Return at most `count` adapters on the disk and in no memory, the newest last."""
         in_memory = {*self._stats.resident_digests, *self._stats.host_digests}
         alone = (digest for digest in self._cache.newest_first() if digest not in in_memory)
         return tuple(itertools.islice(alone, count))[::-1]

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def awaits_check(self) -> bool:
-        """Whether it is a finished answer that was not checked against its schema yet."""
+        """Return whether it is a finished answer that was not checked against its schema yet."""
         return (
             self.finish_reason == FinishReason.STOP
             and not self.is_checked
@@ -211,6 +211,6 @@ class Choice:
 
 
 def _cut(entry: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the entry with at most so many alternatives."""
+    """Return the entry with at most `number` alternatives."""
     top = entry["top_logprobs"]
     return {**entry, "top_logprobs": None if top is None else top[:number]}

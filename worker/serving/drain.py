@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Drain:
-    """Begun by a signal, an order or a failure; an order ends one that an order began, in time."""
+    """Tells whether a worker takes requests. An order can end a drain that an order began."""
 
     def __init__(self) -> None:
         self._begun = asyncio.Event()
@@ -21,7 +21,7 @@ class Drain:
 
     @property
     def has_pulled(self) -> bool:
-        """Whether all that was being pulled at the drain's begin has arrived."""
+        """Return whether all that was being pulled at the drain's begin has arrived."""
         return self._has_pulled.is_set()
 
     def begin(self, *, is_final: bool) -> None:

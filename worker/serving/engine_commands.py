@@ -20,12 +20,12 @@ from engine.text.codec import TextCodec
 from worker.errors import Refused
 from worker.grammar.calls import calls_grammar
 
-#: The most log-probabilities of prompts in one request: they come all at once, and the worker does
-#: nothing else while it writes them.
+#: Largest number of prompts' log-probabilities in one request: they are written all at once, and
+#: the worker does nothing else during that time.
 MAX_PROMPT_LOGPROBS = 100_000
-#: The most tokens in all prompts of a request whose client wants to see their ids.
+#: Largest number of tokens in all prompts of a request whose client wants to see their ids.
 MAX_SHOWN_IDS = 200_000
-#: Beginnings of messages that a tokenizer joins with what is before them in different ways.
+#: Beginnings of messages that a tokenizer joins with the text before them in different ways.
 _FIRST_WORDS = ("a", " Z", "\n\n", "0", "(", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 #: Fields that have the same name and meaning on the wire and in the engine.
 _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersection(
@@ -110,7 +110,7 @@ def _checked(prompt: Prompt, param: str, codec: TextCodec) -> Prompt:
 
 
 def _last_token_ids(text: str, number: int, codec: TextCodec) -> list[int]:
-    """Return the text's last tokens; read only as much text as so many tokens can have."""
+    """Return the text's last tokens; read only as much text as this number of tokens can have."""
     end = text[-codec.max_num_chars(number) :]
     return codec.encode(end, add_special_tokens=True)[-number:]
 
@@ -256,7 +256,7 @@ def _check_scored(job: GenerateJob, prompts: Sequence[Prompt]) -> None:
     if number > MAX_PROMPT_LOGPROBS:
         raise Refused(
             ErrorCode.INVALID_REQUEST,
-            f"The prompts have {number:,} log-probabilities to be told; one request may have "
+            f"The prompts have {number:,} log-probabilities to send; one request may have "
             f"{MAX_PROMPT_LOGPROBS:,}. Ask for fewer alternatives, or send fewer prompts.",
             "logprobs" if job.echo and job.sampling.logprobs is not None else "prompt_logprobs",
         )

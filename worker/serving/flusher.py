@@ -78,7 +78,7 @@ class Flusher:
         self._waiting.pop(entry_id, None)
 
     async def run(self) -> None:
-        """Flush for ever."""
+        """Flush until the task is cancelled."""
         clock = asyncio.get_running_loop().time
         last = clock() - self._interval_s
         while True:

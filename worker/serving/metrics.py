@@ -36,13 +36,13 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 _TOKEN_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2, 5)
 disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all series, and of no use here
 
-#: A loop of heartbeats that was silent for longer is stuck.
+#: Seconds of silence after which the loop of heartbeats counts as stuck.
 SILENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What is read of a worker when Prometheus asks.
+    """The state of a worker that Prometheus asks for.
 
     silent_s   seconds since the loop of heartbeats turned
     heard_s    seconds since Redis took a heartbeat

@@ -1,8 +1,8 @@
-"""Prefetches: adapters that the control plane wants here before a request needs them.
+"""Prefetches: loads adapters that the control plane wants here before a request needs them.
 
 A prefetch begins when no request waits for an adapter's files, and takes a quarter of the threads
-that download. Of one tenant only so many count at a time, so that nobody crowds out the others'
-adapters: see the constants. A pin is a lease: whoever wants it asks again before it ends.
+that download. The constants limit each tenant, so that nobody crowds out the others' adapters. A
+pin is a lease: whoever wants it asks again before it ends.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from worker.serving.tasks import Tasks
 log = logging.getLogger(__name__)
 
 NUM_AT_ONCE = NUM_DOWNLOADS // 4
-#: How often it looks whether requests have their adapters.
+#: Seconds between two looks whether requests have their adapters.
 BUSY_POLL_S = 0.02
-#: What has waited for longer is dropped: who still wants it asks again.
+#: Seconds after which a waiting prefetch is dropped: who still wants it asks again.
 WAIT_S = 60.0
-#: Prefetches of one tenant that wait, and of all.
+#: Largest number of waiting prefetches, of one tenant and of all.
 MAX_WAITING, MAX_WAITING_OF_ALL = 64, 1024
-#: In so many seconds a tenant's prefetches bring so many adapters, and of the engine's host memory
-#: at most this share; one adapter may always come.
+#: A tenant's quota: number of adapters that its prefetches may bring within these seconds, and its
+#: share of the engine's host memory; one adapter may always come.
 WINDOW_S = 600.0
 MAX_ADAPTERS = 32
 SHARE = 0.25
-#: Adapters that one tenant may have pinned, the part of the disk's room that all pinned ones may
-#: take, and how long a pin lasts at most.
+#: Largest number of pinned adapters of a tenant, largest share of the disk for all pinned adapters,
+#: and longest time of a pin.
 MAX_PINS = 8
 DISK_SHARE = 0.5
 MAX_PIN_S = 600.0
-#: Of which outcome how many are counted; the names are a metric's labels.
+#: Outcomes of prefetches, as the labels of a metric.
 OUTCOMES = ("loaded", "there", "refused", "failed", "late")
 
 
@@ -118,7 +118,7 @@ class Prefetches:
             self._waiting.pop(message.tenant_id, None)
 
     def note_arrivals(self) -> bool:
-        """Return whether the engine has just loaded anything that was prefetched."""
+        """Return whether the engine has just loaded an adapter that was prefetched."""
         now, arrived = self._clock(), []
         for digest, (tier, at) in list(self._coming.items()):
             if self._adapters.tier_of(digest).rank <= tier.rank:
@@ -192,7 +192,7 @@ class Prefetches:
         except AdapterFetchError as error:
             outcome = "failed"
             log.warning("adapter %s cannot be prefetched: %s", digest, error)
-        except Exception:  # such as a full disk: requests go on
+        except Exception:  # such as a full disk: requests continue
             outcome = "failed"
             log.exception("adapter %s cannot be prefetched", digest)
         finally:
@@ -236,7 +236,7 @@ class Prefetches:
         return True
 
     def _is_kept(self, digest: str) -> bool:
-        """Whether the adapter's files stay for as long as they have to."""
+        """Return whether the adapter's files stay for as long as they have to."""
         return digest not in self._pins or self._pins[digest].is_held
 
     def _unpin(self, digest: str) -> None:
@@ -254,7 +254,7 @@ class Prefetches:
 
 
 def _is_sane(message: ControlMessage, ref: AdapterRef) -> bool:
-    """Whether the fields of a prefetch have the types and ranges that they must have."""
+    """Return whether the fields of a prefetch have the types and ranges that they must have."""
     return (
         isinstance(ref.digest, str)
         and DIGEST.fullmatch(ref.digest) is not None

@@ -1,7 +1,7 @@
-"""PrefixPins: system prompts whose KV the control plane wants to stay in the engine's arena.
+"""PrefixPins: keeps the KV of system prompts in the engine's arena for the control plane.
 
 As with `prefetches`, a pin is a lease: whoever wants it asks again before it ends, or lets it go at
-once. Of one tenant only so many count. The engine bounds the pages, and says what it has computed.
+once. The constants limit each tenant. The engine bounds the pages, and says what it has computed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ log = logging.getLogger(__name__)
 
 NUM_AT_ONCE = NUM_DOWNLOADS // 4
 BUSY_POLL_S = 0.02
-#: Prefixes of one tenant, and of all; how many adapters one may have, and characters.
+#: Largest number of prefixes of one tenant, and of all; largest number of adapters and of
+#: characters of a prefix.
 MAX_PREFIXES, MAX_PREFIXES_OF_ALL = 8, 64
 MAX_ADAPTERS, MAX_CHARS = 8, 64_000
-#: The part of the disk's room that their adapters may take, one tenant's half of it at most, and
-#: how long a pin lasts at most.
+#: Largest share of the disk for the adapters of prefixes (one tenant's is half of it), and longest
+#: time of a pin.
 DISK_SHARE = 0.25
 MAX_PIN_S = 600.0
-#: How often the engine is asked again for what it does not have.
+#: Seconds until the engine is asked again for prefixes that it does not have.
 RETRY_S = 20.0
-#: Of which outcome how many are counted; the names are a metric's labels.
+#: Outcomes of pins, as the labels of a metric.
 OUTCOMES = ("kept", "renewed", "let_go", "ended", "refused", "failed")
 
 
@@ -183,7 +184,7 @@ class PrefixPins:
         except (AdapterFetchError, Refused) as error:
             log.warning("a prefix cannot be pinned: %s", error)
             self._fail(name, pin)
-        except Exception:  # such as a full disk: requests go on
+        except Exception:  # such as a full disk: requests continue
             log.exception("a prefix cannot be pinned")
             self._fail(name, pin)
         if not self._is_wanted(name, pin):
@@ -203,7 +204,7 @@ class PrefixPins:
 
 
 def _is_sane(message: ControlMessage) -> bool:
-    """Whether the fields of a pin have the types and ranges that they must have."""
+    """Return whether the fields of a pin have the types and ranges that they must have."""
     return (
         isinstance(message.prefix, str)
         and 0 < len(message.prefix) <= 64

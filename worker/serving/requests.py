@@ -47,12 +47,12 @@ from worker.serving.tokenizing import answer_of
 
 log = logging.getLogger(__name__)
 
-#: The most requests held at a time, whatever the engine's limit.
+#: Largest number of requests held at a time, whatever the engine's limit.
 MAX_ACTIVE = 1024
-#: Requests held beyond what the engine runs, so that one is prepared when another ends. Few,
-#: because no other request can be scheduled before them any more.
+#: Requests held beyond those that the engine runs, so that one is ready when another ends. Few,
+#: because the worker cannot reorder them any more.
 LOOKAHEAD = 4
-#: How often the inbox is read while there is no room.
+#: Seconds between two reads of the inbox while there is no room.
 ROOM_WAIT_S = 2.0
 LOST = "The worker that ran this request was lost before it finished."
 GIVEN_UP = "This request ended the workers that ran it."
@@ -111,7 +111,7 @@ class Requests:
         self.num_tokens = 0  # generated since the start
         self._active: dict[str, ActiveRequest] = {}
         self._checking: set[bytes] = set()  # inbox entries whose answers are being checked
-        self._room = asyncio.Event()  # set when a request has ended
+        self._room = asyncio.Event()  # set when a request has ended and there is room for another
         self._cancelled_early: set[str] = set()  # unknown ids that were cancelled since `expect`
         self._alone = asyncio.Lock()  # held by a request that may have crashed an earlier worker
 
@@ -119,7 +119,7 @@ class Requests:
         return len(self._active)
 
     def knows(self, entry_id: bytes, job: GenerateJob) -> bool:
-        """Whether this attempt runs here, or its end has not reached Redis yet."""
+        """Return whether this attempt runs here, or its end has not reached Redis yet."""
         request = self._active.get(job.request_id)
         is_active = request is not None and request.entry_id == entry_id
         return is_active or entry_id in self.flusher.unsent
@@ -188,7 +188,7 @@ class Requests:
     async def _prepare(self, request: ActiveRequest, attempt: int) -> None:
         """Send the request to the engine, or end it with the error."""
         job = request.job
-        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
+        structlog.contextvars.bind_contextvars(**request.log_context)  # only for this task
         try:
             if job.base_model != self._config.base_model:
                 raise Refused(
@@ -284,7 +284,7 @@ class Requests:
 
     async def _check_answers(self, request: ActiveRequest) -> None:
         """Check the finished answers against their schema, and then end the request."""
-        structlog.contextvars.bind_contextvars(**request.log_context)  # of this task
+        structlog.contextvars.bind_contextvars(**request.log_context)  # only for this task
         try:
             for choice in request.unchecked:
                 await self._check(choice, request.job)

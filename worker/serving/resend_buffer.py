@@ -45,7 +45,7 @@ class ResendBuffer:
         """
         server_run = await self._streams.server_run()
         if server_run != self._server_run and self._server_run:
-            log.warning("Redis was started anew: %d ends are sent again", len(self._ends))
+            log.warning("Redis was restarted: %d ends are sent again", len(self._ends))
             await self._resend()
         self._server_run = server_run
         while self._ends and self._ends[0][0] < self._clock() - KEEP_S:

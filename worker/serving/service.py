@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 DRAIN_POLL_S = 0.05
-#: How often a worker with room looks for work, in case a wake-up was lost.
+#: Seconds between two looks of a worker with room for work, in case a wake-up was lost.
 IDLE_POLL_S = 1.0
-#: How often it checks its inbox for requests that it does not know.
+#: Seconds between two checks of the inbox for requests that the worker does not know.
 INBOX_CHECK_S = 2.0
-#: How long a worker whose engine has died may take to give its requests back.
+#: Seconds that a worker whose engine has died has to give its requests back.
 PARTING_S = 5.0
 
 _T = TypeVar("_T")
@@ -84,7 +84,7 @@ async def _serve(
 
 
 class _Outcome(enum.Enum):
-    """Why a run ends."""
+    """The reason why a run ends."""
 
     DRAINED = "drained"
     CUT = "cut short"  # stopped twice, or replaced: requests are left as they are
@@ -202,7 +202,7 @@ class Worker:
         self._stats = stats
         self._requests.adapters.note_stats(stats)
         if self._requests.prefetches.note_arrivals():
-            self._tasks.start(self._beat())  # somebody may wait for it
+            self._tasks.start(self._beat())  # somebody may be waiting for it
 
     async def _serve(self) -> None:
         """Start the loops, each at its time."""
@@ -417,8 +417,9 @@ class Worker:
         return self._drains.is_on
 
     async def _give_requests_back(self) -> None:
-        """End the requests with half-sent answers and requeue the rest at once, so that they do
-        not wait until this worker is found dead."""
+        """End the requests with half-sent answers and requeue the rest at once.
+
+        Otherwise they would wait until this worker is found dead."""
         requests = self._requests
         suspects = requests.in_engine if self._outcome is _Outcome.LOST else requests.active
         self._stop_pulling(is_final=True)
@@ -432,8 +433,9 @@ class Worker:
                 await self._unregister()
 
     async def _unregister(self) -> None:
-        """Unregister this worker, whose inbox must be empty: gateways would give up its requests
-        before another worker takes them over."""
+        """Unregister this worker, whose inbox must be empty.
+
+        Gateways would give up its requests before another worker takes them over."""
         async with self._heartbeat_lock:  # no heartbeat may follow
             self._has_left = True
             with contextlib.suppress(RedisError, OSError):

@@ -20,16 +20,22 @@ from contract.queue import fair_queue, reply_streams, scripts
 log = logging.getLogger(__name__)
 
 SCRIPTS = (
-    *("begin", "mark_poison", "publish", "pull", "requeue", "run_alone"),
-    *("unregister", "worker_beat"),
+    "begin",
+    "mark_poison",
+    "publish",
+    "pull",
+    "requeue",
+    "run_alone",
+    "unregister",
+    "worker_beat",
 )
 
 READ_COUNT = 64
-#: More than a worker ever holds.
+#: More entries than a worker ever holds.
 INBOX_COUNT = 4096
 BLOCK_MS = 2000
-#: The most bytes of events in one entry, unless one event is longer: while they take in an entry,
-#: Redis and a gateway do nothing else.
+#: Largest size of the events in one entry, in bytes, unless one event is larger: Redis and a
+#: gateway do nothing else while they take an entry in.
 MAX_ENTRY_BYTES = 2 * 1024**2
 
 

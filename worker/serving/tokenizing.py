@@ -9,9 +9,9 @@ from engine.text.codec import TextCodec
 from worker.errors import Refused
 from worker.serving.engine_commands import chat_token_ids
 
-#: The most tokens of one answer; as many as the longest usual context.
+#: Largest number of tokens of one answer; as many as the longest usual context.
 MAX_TOKENS = 131_072
-#: The most characters of a text, since tokenizing takes time proportional to its length.
+#: Largest number of characters of a text, since tokenizing takes time proportional to its length.
 MAX_CHARS = 8 * MAX_TOKENS
 
 

@@ -48,11 +48,13 @@ def login(
     check_name(profile)
     if url is None:
         if key_stdin:
-            raise UsageError("With --key-stdin name the server, too: lorikeet login URL.")
+            raise UsageError(
+                "--key-stdin needs the server's address: run `lorikeet login URL --key-stdin`."
+            )
         url = typer.prompt("Server", err=True)
     address = clean_url(url)
     if is_in_the_clear(address):
-        output.say(f"Careful: {address} is not encrypted, so others on the way can read the key.")
+        output.say(f"Careful: {address} is not encrypted. Others on the network can read the key.")
     account = Account(address, clean_key(_ask_for_key(is_piped=key_stdin)), profile)
     tenant = _check(account)
     profiles = Profiles.load()
@@ -67,7 +69,7 @@ def _ask_for_key(*, is_piped: bool) -> str:
     if is_piped:
         return sys.stdin.readline(_MAX_KEY_CHARS)
     if not sys.stdin.isatty():
-        raise UsageError("There is no terminal to ask for the key: use --key-stdin.")
+        raise UsageError("There is no terminal to ask for the key. Use --key-stdin.")
     key: str = typer.prompt("API key", hide_input=True, err=True)
     return key
 
@@ -88,11 +90,11 @@ def _check(account: Account) -> dict[str, Any] | None:
     except Forbidden as error:
         if error.status == 401:
             raise NotSignedIn(
-                f"{account.url} does not know this key. Was it copied whole, and is it of this "
-                "server? Nothing was saved."
+                f"{account.url} does not know this key. Copy the whole key "
+                "of this server. Nothing was saved."
             ) from error
         if account.is_operator:
-            return None  # a key of narrow scopes is a key
+            return None  # a key with narrow scopes may not read its tenant
         raise
     finally:
         client.close()

@@ -25,7 +25,7 @@ _CONVERT = "Run `lorikeet adapters convert {}`, and upload the folder that it wr
 _LFS_BEGIN = b"version https://git-lfs.github.com/"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_REASONS = 20
-#: Between two looks at a version that is being checked.
+#: Seconds between two requests for the state of a version that is being checked.
 CHECK_INTERVAL_S = 0.5
 _ENDED = ("ready", "rejected", "retired")
 
@@ -41,7 +41,8 @@ BaseModelOption = Annotated[
     ),
 ]
 WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Until the server has checked it; fails if it refuses.")
+    bool,
+    typer.Option("--wait", help="Wait for the server's check; fail if it fails."),
 ]
 TimeoutOption = Annotated[
     int, typer.Option("--timeout", min=1, help="The longest wait, in seconds.")
@@ -107,7 +108,8 @@ def upload(
         bool,
         typer.Option(
             "--accept-base-mismatch",
-            help="Also if its config names another base model: for the same model under another "
+            help="Accept another base model's name in its config, if it is the same model under "
+            "another "
             "name.",
         ),
     ] = False,
@@ -131,7 +133,7 @@ def upload(
         )
     except KeyboardInterrupt:
         raise Interrupted(
-            "Interrupted: what has arrived stays for a day. Run the same command again to go on."
+            "Interrupted: what has arrived is kept for a day. Run the same command again to resume."
         ) from None
     place = ("adapters", adapter, "versions", version["number"])
     if wait:
@@ -157,10 +159,12 @@ def convert(
     """
     folder = folder.resolve()
     if not folder.is_dir():
-        raise CliError(f"{folder} is no folder. Name the folder with {CONFIG} and {MLX_TENSORS}.")
+        raise CliError(
+            f"{folder} is not a folder. Name the folder with {CONFIG} and {MLX_TENSORS}."
+        )
     for name in (CONFIG, MLX_TENSORS):
         if not (folder / name).exists():
-            raise CliError(f"{folder} is no folder of mlx-lm: no {name} in it.")
+            raise CliError(f"{folder} is not a folder of mlx-lm: no {name} in it.")
         _refuse_pointer(folder / name)
     output = to or folder.with_name(f"{folder.name}-peft")
     made = mlx_adapters.convert(folder, read_config(folder / CONFIG), output)
@@ -195,7 +199,7 @@ def import_(
 ) -> None:
     """Have the server fetch a LoRA adapter, from its Hub or from two addresses.
 
-    It goes on when this command ends.
+    The server continues when this command ends.
     """
     body = {
         "repository": repository,
@@ -228,7 +232,7 @@ def _wait(session: Session, place: tuple[str | int, ...], timeout_s: int) -> dic
                 time.sleep(CHECK_INTERVAL_S)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"Interrupted: the upload is complete, and the server goes on with its check. "
+                f"Interrupted: the upload is complete, and the server is still checking it."
                 f"See `lorikeet adapters get {place[1]} --version {place[3]}`."
             ) from None
     raise CliError(
@@ -238,13 +242,14 @@ def _wait(session: Session, place: tuple[str | int, ...], timeout_s: int) -> dic
 
 
 def read_folder(folder: Path) -> dict[str, Source]:
-    """Return an adapter folder's two files by name. Raises CliError when it is none."""
+    """Return an adapter folder's two files by name. Raises CliError if a file is missing."""
     if not folder.is_dir():
-        raise CliError(f"{folder} is no folder. Name the folder with {CONFIG} and {TENSORS}.")
+        raise CliError(f"{folder} is not a folder. Name the folder with {CONFIG} and {TENSORS}.")
     missing = [name for name in (CONFIG, TENSORS) if not (folder / name).exists()]
     if missing:
         raise CliError(
-            f"{folder} is no adapter folder: no {' and no '.join(missing)} in it. {_hint(folder)}"
+            f"{folder} is not an adapter folder: no {' and no '.join(missing)} in it. "
+            f"{_hint(folder)}"
         )
     sources = {name: Source.of(folder / name) for name in (CONFIG, TENSORS)}
     for name in sources:
@@ -253,12 +258,12 @@ def read_folder(folder: Path) -> dict[str, Source]:
     if not isinstance(config, dict) or "peft_type" not in config:
         if isinstance(config, dict) and "lora_parameters" in config:
             raise CliError(f"{folder} has an adapter of mlx-lm. {_CONVERT.format(folder)}")
-        raise CliError(f"{folder / CONFIG} is no PEFT configuration: it has no peft_type.")
+        raise CliError(f"{folder / CONFIG} is not a PEFT configuration: it has no peft_type.")
     return sources
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration as parsed; None when it is no JSON. Raises CliError."""
+    """Return the parsed configuration; None if it is not JSON. Raises CliError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -271,7 +276,7 @@ def read_config(path: Path) -> Any:
 
 
 def _refuse_pointer(path: Path) -> None:
-    """Raise CliError if a file is not here, but what Git LFS has in its place."""
+    """Raise CliError if a file is only a Git LFS pointer."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS_BEGIN)) == _LFS_BEGIN
@@ -306,7 +311,7 @@ def _check_digest(session: Session, version: dict[str, Any], sources: dict[str, 
     try:
         bases = session.client.pages(session.base_models_path(), limit=1000)["data"]
     except Forbidden:
-        return  # an operator's key of narrow scopes
+        return  # an operator's key with narrow scopes
     revisions = [each["revision"] for each in bases if each["name"] == base]
     if not revisions or not version["digest"]:
         return
@@ -319,5 +324,5 @@ def _check_digest(session: Session, version: dict[str, Any], sources: dict[str, 
     if hashlib.sha256(text.encode()).hexdigest() != version["digest"]:
         raise CliError(
             f"{version['model']} is ready, but is not what is in {sources[CONFIG].path.parent}: "
-            "the digests differ. Did the files change meanwhile? Upload it again."
+            "the digests differ. Upload it again."
         )

@@ -83,7 +83,7 @@ def upload(
         str | None, typer.Option("--name", help="The dataset. Default: the file's name.")
     ] = None,
     append: Annotated[
-        bool, typer.Option("--append", help="Add the rows behind those that it has.")
+        bool, typer.Option("--append", help="Append the rows to the dataset's own.")
     ] = False,
 ) -> None:
     """Upload chats, up to 2 GiB: the next version of the dataset, whole or not at all."""
@@ -95,7 +95,7 @@ def upload(
 def convert(
     session: Session,
     file: Annotated[Path, typer.Argument(help="JSONL, or JSON with an array of rows.")],
-    new_file: Annotated[Path, typer.Argument(help="JSONL to upload. There must be none yet.")],
+    new_file: Annotated[Path, typer.Argument(help="The JSONL file to write; it must be new.")],
 ) -> None:
     """Convert rows of another format (ShareGPT, Alpaca, Vertex AI, …), all of them or none.
 
@@ -106,7 +106,7 @@ def convert(
 
 @command(app, "versions")
 def versions(session: Session, name: _NAME, limit: LimitOption = 20) -> None:
-    """List a dataset's versions, newest first; `name@3` is one to train on."""
+    """List a dataset's versions, newest first; train on one as `name@3`."""
     found = session.client.pages(session.own_path("datasets", name, "versions"), limit=limit)
     session.print_list(found, _VERSION_COLUMNS, "No versions.")
 
@@ -115,7 +115,7 @@ def versions(session: Session, name: _NAME, limit: LimitOption = 20) -> None:
 def restore(
     session: Session,
     name: _NAME,
-    version: Annotated[int, typer.Argument(help="Its number, of `lorikeet datasets versions`.")],
+    version: Annotated[int, typer.Argument(help="Its number in `lorikeet datasets versions`.")],
 ) -> None:
     """Make an earlier version's rows the current ones again, as the next version."""
     path = session.own_path("datasets", name, "restore")
@@ -135,7 +135,7 @@ def set_source(
     name: _NAME,
     file: Annotated[Path, typer.Argument(help="JSON, as PUT /api/v1/datasets/NAME/source has it.")],
 ) -> None:
-    """Set where a dataset is pulled from. A file, so that no key is on a command line."""
+    """Set where a dataset is pulled from, by a file, so that no key is on a command line."""
     try:
         body = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -155,4 +155,4 @@ def pull(session: Session, name: _NAME) -> None:
 def pulls(session: Session, name: _NAME, limit: LimitOption = 20) -> None:
     """List the pulls of a dataset, newest first, with their errors."""
     found = session.client.pages(session.own_path("datasets", name, "pulls"), limit=limit)
-    session.print_list(found, _PULL_COLUMNS, "Nothing was pulled yet.")
+    session.print_list(found, _PULL_COLUMNS, "No pulls yet.")

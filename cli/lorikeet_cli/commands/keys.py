@@ -103,7 +103,7 @@ def revoke(
         bool, typer.Option("--keep-children", help="Leave the keys that it made.")
     ] = False,
 ) -> None:
-    """End a key for ever, and the keys that it made."""
+    """Revoke a key for ever, and the keys that it made."""
     body = {"children": not keep_children}
     key = session.send("POST", "keys", public_id, "revoke", body=body)
     session.print_one(key, _COLUMNS)
@@ -127,5 +127,5 @@ def seconds_of(text: str) -> int:
     """Return a duration as 90d, 12h, 30m, 45s. Raises UsageError."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no duration: write it as 90d, 12h, 30m or 45s.")
+        raise UsageError(f"{text!r} is not a duration. Write it as 90d, 12h, 30m or 45s.")
     return int(match[1]) * _SECONDS[match[2]]

@@ -19,7 +19,7 @@ from lorikeet_cli.replay import COLUMNS, WORST_COLUMNS, Replay, replay
 from lorikeet_cli.session import Session, command, completer
 from lorikeet_cli.uploads import Source
 
-#: Of the job here: the old job, and a digest of all that was asked for.
+#: Key of the job's metadata that holds the old job's id and a digest of all settings.
 IMPORTED = "imported_from"
 _COLUMNS: list[Column] = [
     ("MODEL", "fine_tuned_model"),
@@ -64,7 +64,7 @@ def import_openai(
     """Train what OpenAI trained, and compare its answers with the old ones.
 
     The exit code is 0 if the job succeeded, and with --min-score if its answers are like the old
-    ones. The same command again goes on with the job that it made.
+    ones. Run the same command again to resume its job.
     """
     if min_score is not None and old_answers is None:
         raise UsageError("--min-score is for --old-answers.")
@@ -76,7 +76,7 @@ def import_openai(
     body = _body(session, old, base_model, setting)
     notes = _notes(old, body, answers, has_validation=validation_file is not None)
     for note in notes:
-        session.say(f"Not as there: {note}")
+        session.say(f"Different here: {note}")
     made = fine_tuning.wait(session, _made(session, old, body, files))
     compared = None
     if answers is not None:
@@ -98,7 +98,7 @@ def _body(
     base_model: str | None,
     setting: list[str] | None,
 ) -> dict[str, Any]:
-    """Return what is asked for here, but for its files."""
+    """Return the job to create, without its files."""
     supervised = {"hyperparameters": old.hyperparameters}
     body: dict[str, Any] = {
         "model": base_model or _only_base_model(session),

@@ -16,13 +16,13 @@ from lorikeet_cli.errors import Unreachable
 from lorikeet_cli.output import Column, Form, moment
 from lorikeet_cli.session import LimitOption, Session, command
 
-#: Between two looks for new lines, and how many a look reads at most.
+#: Seconds between two requests for new lines, and the most lines of one request.
 FOLLOW_INTERVAL_S = 2.0
 MAX_NEW = 1000
 PAGE = 100
-#: Lines that were shown are remembered, since those written together come in any order.
+#: Lines that were printed are remembered, because lines of one moment come in any order.
 MAX_SHOWN = 5000
-#: How long the server may be away before following ends.
+#: How long the server may be unreachable before following ends, in seconds.
 MAX_AWAY_S = 300.0
 
 _COLUMNS: list[Column] = [
@@ -37,7 +37,7 @@ _COLUMNS: list[Column] = [
     ("TOTAL MS", lambda row: round(row["total_ms"])),
     ("END", lambda row: row["error_code"] or row["finish_reason"]),
 ]
-#: A line that is printed as it comes cannot be as wide as the next.
+#: A line is printed before the next is known, so columns cannot fit the widest.
 _WIDTHS = (37, 19, 6, 24, 22, 6, 6, 8, 8, 0)
 
 
@@ -92,8 +92,9 @@ def _page(session: Session, filters: dict[str, Any], limit: int) -> dict[str, An
 
 def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
     try:
-        # Before anything is printed: it imports modules, and Python may end by the signal, not with
-        # 0, if it is interrupted while it makes a dataclass, even where the exception is caught.
+        # Fetch before anything is printed: the first request imports modules, and a Ctrl-C while
+        # one of them makes a dataclass can end Python by the signal instead of exit code 0, even
+        # where the exception is caught.
         first = _page(session, filters, max(limit, PAGE))["data"]
         if session.form is Form.TABLE:
             _print_line([title for title, _ in _COLUMNS])
@@ -105,7 +106,7 @@ def _follow(session: Session, filters: dict[str, Any], limit: int) -> None:
             else:
                 _print_line(output.cells(row, _COLUMNS))
     except KeyboardInterrupt:
-        return  # that is how following ends
+        return  # Ctrl-C is the usual end of following
 
 
 def _lines(
@@ -116,7 +117,7 @@ def _lines(
     first  the newest page, newest first
     """
     shown = OrderedDict.fromkeys(row["cursor"] for row in reversed(first))
-    # Older lines, which a later look may reach, were not asked for. Cursors are in order of time.
+    # Skip older lines that a later page may contain. Cursors are in order of time.
     floor = first[-1]["cursor"] if first else ""
     yield from reversed(first[:limit])
     answered_at = time.monotonic()
@@ -163,5 +164,5 @@ def _print_line(cells: list[str]) -> None:
 
 def _moment(text: str) -> str:
     if not text[-1:].isalpha() or "T" in text or "-" in text:
-        return text  # the server says what is wrong with it
+        return text  # the server explains what is wrong with it
     return (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=seconds_of(text))).isoformat()

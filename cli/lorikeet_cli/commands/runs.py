@@ -15,7 +15,7 @@ from lorikeet_cli.session import LimitOption, Session, command, completer
 
 app = typer.Typer(help="Training runs.", no_args_is_help=True)
 
-#: Between two looks at a run.
+#: Seconds between two requests for a run's state.
 WATCH_INTERVAL_S = 1.0
 _ENDED = ("succeeded", "failed", "cancelled")
 _COLUMNS: list[Column] = [
@@ -89,10 +89,10 @@ def start(
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Until it ends; the exit code is its outcome.")
+        bool, typer.Option("--watch", help="Wait until it ends; the exit code is its outcome.")
     ] = False,
 ) -> None:
-    """Train an adapter on a dataset. What comes out is its next version."""
+    """Train an adapter on a dataset; the result is the adapter's next version."""
     body: dict[str, Any] = {"adapter": adapter, "dataset": dataset}
     if hyperparameter:
         body["hyperparameters"] = read_settings(hyperparameter)
@@ -135,8 +135,8 @@ def _watch(session: Session, run: dict[str, Any]) -> None:
                 run = session.get("training-runs", run_id)
     except KeyboardInterrupt:
         raise Interrupted(
-            f"Interrupted: the run goes on. See it again with `lorikeet runs watch {run_id}`, "
-            f"end it with `lorikeet runs cancel {run_id}`."
+            f"Interrupted: the run continues. See it again with `lorikeet runs watch {run_id}`, "
+            f"or end it with `lorikeet runs cancel {run_id}`."
         ) from None
     session.print_one(run, [*_COLUMNS, *_MORE])
     if run["status"] == "failed":
@@ -146,12 +146,12 @@ def _watch(session: Session, run: dict[str, Any]) -> None:
 
 
 def read_settings(given: list[str]) -> dict[str, Any]:
-    """Return NAME=VALUE pairs; values are JSON where they can be, else text. Raises UsageError."""
+    """Return NAME=VALUE pairs; values are parsed as JSON where possible. Raises UsageError."""
     found: dict[str, Any] = {}
     for each in given:
         name, is_pair, text = each.partition("=")
         if not is_pair or not name:
-            raise UsageError(f"--set takes NAME=VALUE, as rank=8, and not {each!r}.")
+            raise UsageError(f"--set takes NAME=VALUE, such as rank=8, not {each!r}.")
         try:
             found[name] = json.loads(text)
         except ValueError:

@@ -71,7 +71,7 @@ def set_(
         ),
     ] = None,
 ) -> None:
-    """Train an adapter again by a cron line; what is left out stays as it is."""
+    """Train an adapter again by a cron line; options that are left out do not change."""
     body: dict[str, Any] = {"dataset": dataset, "cron": cron, **read_settings(rule or [])}
     given = {"timezone": timezone, "is_paused": paused}
     body |= {name: value for name, value in given.items() if value is not None}
@@ -82,20 +82,20 @@ def set_(
 
 @command(app, "run")
 def run(session: Session, adapter: Name) -> None:
-    """Start the schedule's training now; its next time stays as it is."""
+    """Start the schedule's training now; its next time does not change."""
     session.print_one(session.send("POST", "adapters", adapter, "schedule", "run"), _RUN_COLUMNS)
 
 
 @command(app, "history")
 def history(session: Session, adapter: Name, limit: LimitOption = 20) -> None:
-    """List what became of the schedule's times: ran, skipped or missed, and why."""
+    """List the schedule's past times: ran, skipped or missed, and why."""
     found = session.items("adapters", adapter, "schedule", "runs", limit=limit)
     session.print_list(found, _RUN_COLUMNS, empty="The schedule has had no time yet.")
 
 
 @command(app, "delete")
 def delete(session: Session, adapter: Name) -> None:
-    """Delete an adapter's schedule. Runs that have started go on."""
+    """Delete an adapter's schedule. Runs that have started continue."""
     session.send("DELETE", "adapters", adapter, "schedule")
     if session.is_json:
         output.print_json({"object": "schedule", "adapter": adapter, "deleted": True})

@@ -72,9 +72,9 @@ def apply(
     document = read_document(file)
     named = document.pop("slug", None)
     if slug is None and named is None:
-        raise UsageError(f"Name the tenant: `slug` in {file}, or an argument.")
+        raise UsageError(f"{file} has no `slug`. Add it, or name the tenant as an argument.")
     if None not in (slug, named) and slug != named:
-        raise UsageError(f"{file} is of the tenant {named}, not of {slug}.")
+        raise UsageError(f"{file} describes the tenant {named}, not {slug}.")
     path = session.operator_path("tenants", str(slug or named))
     params = {"dry_run": "true"} if dry_run else None
     answer = session.client.call("PUT", path, params=params, body=document)
@@ -88,7 +88,7 @@ def read_document(path: Path) -> dict[str, Any]:
     """Read a document of JSON or TOML, as its name's end says. Raises CliError."""
     kind = path.suffix.lower()
     if kind not in (".json", ".toml"):
-        raise UsageError(f"{path}: the document's name has to end in .json or .toml.")
+        raise UsageError(f"{path}: the file's name must end in .json or .toml.")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_DOCUMENT_BYTES + 1)
@@ -100,7 +100,7 @@ def read_document(path: Path) -> dict[str, Any]:
         text = data.decode()
         document = json.loads(text) if kind == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CliError(f"{path} is no {kind[1:].upper()}: {error}") from error
+        raise CliError(f"{path} is not valid {kind[1:].upper()}: {error}") from error
     if not isinstance(document, dict):
         raise CliError(f"{path} has to be an object: {{…}}.")
     plain: dict[str, Any] = _plain(document)

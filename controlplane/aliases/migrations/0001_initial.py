@@ -1,5 +1,3 @@
-"""Aliases, their immutable revisions, and the versions that these name."""
-
 import django.core.validators
 import django.db.models.deletion
 from django.db import migrations, models
@@ -11,11 +9,7 @@ from controlplane.tenancy.database.operations import TenantTables
 class Migration(migrations.Migration):
     initial = True
 
-    dependencies = [
-        ("adapters", "0011_deleted_versions"),
-        ("database", "0001_walls"),
-        ("tenants", "0008_deletion"),
-    ]
+    dependencies = [("adapters", "0001_initial"), ("tenants", "0001_initial")]
 
     operations = [
         migrations.CreateModel(
@@ -28,6 +22,14 @@ class Migration(migrations.Migration):
                         editable=False,
                         primary_key=True,
                         serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
                     ),
                 ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
@@ -45,15 +47,12 @@ class Migration(migrations.Migration):
                 ),
                 ("revision_number", models.PositiveIntegerField(default=1)),
                 ("updated_at", models.DateTimeField(auto_now_add=True)),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
             ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("tenant", "name"), name="alias_name_once")
+                ]
+            },
         ),
         migrations.CreateModel(
             name="AliasRevision",
@@ -67,7 +66,23 @@ class Migration(migrations.Migration):
                         serialize=False,
                     ),
                 ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "alias",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="revisions",
+                        to="aliases.alias",
+                    ),
+                ),
                 ("number", models.PositiveIntegerField()),
                 (
                     "cause",
@@ -78,6 +93,7 @@ class Migration(migrations.Migration):
                             ("ramped", "the canary got another share"),
                             ("canary_promoted", "the canary became the primary"),
                             ("canary_removed", "the canary was taken away"),
+                            ("canary_failed", "the canary was worse than the primary"),
                             ("rolled_back", "somebody went back to an earlier revision"),
                         ],
                         max_length=32,
@@ -86,6 +102,14 @@ class Migration(migrations.Migration):
                 ("reason", models.CharField(blank=True, max_length=500)),
                 ("actor_type", models.CharField(max_length=16)),
                 ("actor_name", models.CharField(blank=True, max_length=320)),
+                (
+                    "base_model",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="+",
+                        to="adapters.basemodel",
+                    ),
+                ),
                 ("canary_percent", models.PositiveSmallIntegerField(default=0)),
                 ("json_schema", models.TextField(blank=True, default="")),
                 ("system_prompt", models.TextField(blank=True, default="")),
@@ -102,32 +126,25 @@ class Migration(migrations.Migration):
                         max_length=16,
                     ),
                 ),
+                (
+                    "guard",
+                    models.JSONField(
+                        blank=True, db_default=models.Value({}, models.JSONField()), default=dict
+                    ),
+                ),
                 ("copied_from", models.PositiveIntegerField(blank=True, null=True)),
-                (
-                    "alias",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="revisions",
-                        to="aliases.alias",
-                    ),
-                ),
-                (
-                    "base_model",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.PROTECT,
-                        related_name="+",
-                        to="adapters.basemodel",
-                    ),
-                ),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
             ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("alias", "number"), name="alias_revision_once"),
+                    models.CheckConstraint(
+                        condition=models.Q(
+                            ("canary_percent__gte", 0), ("canary_percent__lte", 100)
+                        ),
+                        name="alias_percent_in_range",
+                    ),
+                ]
+            },
         ),
         migrations.CreateModel(
             name="AliasPart",
@@ -141,7 +158,23 @@ class Migration(migrations.Migration):
                         serialize=False,
                     ),
                 ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "revision",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="parts",
+                        to="aliases.aliasrevision",
+                    ),
+                ),
                 (
                     "target",
                     models.CharField(
@@ -149,9 +182,6 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("position", models.PositiveSmallIntegerField(default=0)),
-                ("adapter_name", models.CharField(max_length=63)),
-                ("number", models.PositiveIntegerField(null=True)),
-                ("weight", models.FloatField(default=1.0)),
                 (
                     "adapter",
                     models.ForeignKey(
@@ -159,6 +189,39 @@ class Migration(migrations.Migration):
                         on_delete=django.db.models.deletion.SET_NULL,
                         related_name="+",
                         to="adapters.adapter",
+                    ),
+                ),
+                ("adapter_name", models.CharField(max_length=63)),
+                (
+                    "version",
+                    models.ForeignKey(
+                        null=True,
+                        on_delete=django.db.models.deletion.SET_NULL,
+                        related_name="+",
+                        to="adapters.adapterversion",
+                    ),
+                ),
+                ("number", models.PositiveIntegerField(null=True)),
+                ("weight", models.FloatField(default=1.0)),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("revision", "target", "position"), name="alias_part_once"
+                    )
+                ]
+            },
+        ),
+        migrations.CreateModel(
+            name="TargetCount",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
                     ),
                 ),
                 (
@@ -169,47 +232,107 @@ class Migration(migrations.Migration):
                         to="tenants.tenant",
                     ),
                 ),
-                (
-                    "version",
-                    models.ForeignKey(
-                        null=True,
-                        on_delete=django.db.models.deletion.SET_NULL,
-                        related_name="+",
-                        to="adapters.adapterversion",
-                    ),
-                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
                 (
                     "revision",
                     models.ForeignKey(
                         on_delete=django.db.models.deletion.CASCADE,
-                        related_name="parts",
+                        related_name="counts",
                         to="aliases.aliasrevision",
                     ),
                 ),
+                (
+                    "target",
+                    models.CharField(
+                        choices=[("primary", "Primary"), ("canary", "Canary")], max_length=16
+                    ),
+                ),
+                ("requests", models.PositiveBigIntegerField(default=0)),
+                ("errors", models.PositiveBigIntegerField(default=0)),
+                ("checked", models.PositiveBigIntegerField(default=0)),
+                ("broken", models.PositiveBigIntegerField(default=0)),
+                ("truncated", models.PositiveBigIntegerField(default=0)),
+                ("first_token", models.JSONField(default=dict)),
+                ("token", models.JSONField(default=dict)),
+                ("updated_at", models.DateTimeField(auto_now=True)),
             ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("revision", "target"), name="target_count_once")
+                ]
+            },
         ),
-        migrations.AddConstraint(
-            model_name="alias",
-            constraint=models.UniqueConstraint(fields=("tenant", "name"), name="alias_name_once"),
+        migrations.CreateModel(
+            name="Ramp",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "alias",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="ramp",
+                        to="aliases.alias",
+                    ),
+                ),
+                ("steps", models.JSONField()),
+                (
+                    "at_end",
+                    models.CharField(
+                        choices=[
+                            ("promote", "the canary becomes the primary"),
+                            ("stay", "the canary stays at its last share"),
+                        ],
+                        default="promote",
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "state",
+                    models.CharField(
+                        choices=[
+                            ("running", "runs"),
+                            ("paused", "is paused"),
+                            ("done", "is done"),
+                            ("stopped", "was stopped"),
+                        ],
+                        default="running",
+                        max_length=16,
+                    ),
+                ),
+                ("step", models.PositiveSmallIntegerField(default=0)),
+                ("revision_number", models.PositiveIntegerField()),
+                ("due_at", models.DateTimeField()),
+                ("reason", models.CharField(blank=True, default="", max_length=500)),
+                ("actor_type", models.CharField(max_length=16)),
+                ("actor_name", models.CharField(blank=True, max_length=320)),
+                ("updated_at", models.DateTimeField(auto_now=True)),
+            ],
+            options={
+                "indexes": [
+                    models.Index(
+                        condition=models.Q(("state", "running")),
+                        fields=["due_at"],
+                        name="ramps_running",
+                    )
+                ]
+            },
         ),
-        migrations.AddConstraint(
-            model_name="aliasrevision",
-            constraint=models.UniqueConstraint(
-                fields=("alias", "number"), name="alias_revision_once"
-            ),
-        ),
-        migrations.AddConstraint(
-            model_name="aliasrevision",
-            constraint=models.CheckConstraint(
-                condition=models.Q(("canary_percent__gte", 0), ("canary_percent__lte", 100)),
-                name="alias_percent_in_range",
-            ),
-        ),
-        migrations.AddConstraint(
-            model_name="aliaspart",
-            constraint=models.UniqueConstraint(
-                fields=("revision", "target", "position"), name="alias_part_once"
-            ),
-        ),
-        TenantTables("Alias", "AliasRevision", "AliasPart"),
+        TenantTables("Alias", "AliasRevision", "AliasPart", "TargetCount", "Ramp"),
     ]

@@ -1,5 +1,3 @@
-"""Suites, evaluations with their results, judges, and the gate's decisions."""
-
 import django.core.validators
 import django.db.models.deletion
 from django.conf import settings
@@ -12,16 +10,11 @@ from controlplane.tenancy.database.operations import TenantTables
 class Migration(migrations.Migration):
     initial = True
 
-    dependencies = [
-        ("adapters", "0016_gate"),
-        ("database", "0001_walls"),  # its keys of adapters and versions
-        ("tenants", "0008_deletion"),
-        migrations.swappable_dependency(settings.AUTH_USER_MODEL),
-    ]
+    dependencies = [("adapters", "0001_initial"), ("tenants", "0001_initial")]
 
     operations = [
         migrations.CreateModel(
-            name="Evaluation",
+            name="Judge",
             fields=[
                 (
                     "id",
@@ -32,52 +25,6 @@ class Migration(migrations.Migration):
                         serialize=False,
                     ),
                 ),
-                ("created_at", models.DateTimeField(auto_now_add=True)),
-                ("model", models.CharField(max_length=200)),
-                ("served", models.CharField(max_length=1000)),
-                (
-                    "status",
-                    models.CharField(
-                        choices=[
-                            ("queued", "Queued"),
-                            ("running", "Running"),
-                            ("judging", "Judging"),
-                            ("succeeded", "Succeeded"),
-                            ("failed", "Failed"),
-                            ("cancelled", "Cancelled"),
-                        ],
-                        default="queued",
-                        max_length=16,
-                    ),
-                ),
-                ("max_tokens", models.PositiveIntegerField(default=256)),
-                ("seed", models.PositiveIntegerField(default=0)),
-                ("error", models.CharField(blank=True, max_length=1000)),
-                ("num_done", models.PositiveIntegerField(default=0)),
-                ("summary", models.JSONField(default=dict)),
-                ("attempts", models.PositiveIntegerField(default=0)),
-                ("failures", models.PositiveSmallIntegerField(default=0)),
-                ("lease_until", models.DateTimeField(null=True)),
-                ("started_at", models.DateTimeField(null=True)),
-                ("finished_at", models.DateTimeField(null=True)),
-                (
-                    "adapter",
-                    models.ForeignKey(
-                        null=True,
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="evaluations",
-                        to="adapters.adapter",
-                    ),
-                ),
-                (
-                    "created_by",
-                    models.ForeignKey(
-                        null=True,
-                        on_delete=django.db.models.deletion.SET_NULL,
-                        related_name="+",
-                        to=settings.AUTH_USER_MODEL,
-                    ),
-                ),
                 (
                     "tenant",
                     models.ForeignKey(
@@ -86,7 +33,28 @@ class Migration(migrations.Migration):
                         to="tenants.tenant",
                     ),
                 ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "name",
+                    models.CharField(
+                        max_length=63,
+                        validators=[
+                            django.core.validators.RegexValidator(
+                                "\\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\\Z",
+                                "Use 1 to 63 lower-case letters, digits, dots, dashes or underscores; begin and end with a letter or digit.",
+                            )
+                        ],
+                    ),
+                ),
+                ("url", models.CharField(max_length=500)),
+                ("model", models.CharField(max_length=200)),
+                ("sealed", models.BinaryField(default=b"")),
             ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("tenant", "name"), name="judge_name_once")
+                ]
+            },
         ),
         migrations.CreateModel(
             name="Suite",
@@ -98,6 +66,14 @@ class Migration(migrations.Migration):
                         editable=False,
                         primary_key=True,
                         serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
                     ),
                 ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
@@ -115,15 +91,12 @@ class Migration(migrations.Migration):
                 ),
                 ("description", models.CharField(blank=True, max_length=500)),
                 ("last_number", models.PositiveIntegerField(default=0)),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
             ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("tenant", "name"), name="suite_name_once")
+                ]
+            },
         ),
         migrations.CreateModel(
             name="SuiteVersion",
@@ -137,11 +110,28 @@ class Migration(migrations.Migration):
                         serialize=False,
                     ),
                 ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "suite",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="versions",
+                        to="evaluations.suite",
+                    ),
+                ),
                 ("number", models.PositiveIntegerField()),
                 ("num_cases", models.PositiveIntegerField()),
                 ("num_bytes", models.PositiveIntegerField()),
                 ("origin", models.JSONField(default=dict)),
+                ("has_requests", models.BooleanField(db_default=False, default=False)),
                 (
                     "created_by",
                     models.ForeignKey(
@@ -151,12 +141,23 @@ class Migration(migrations.Migration):
                         to=settings.AUTH_USER_MODEL,
                     ),
                 ),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("suite", "number"), name="suite_version_once")
+                ]
+            },
+        ),
+        migrations.CreateModel(
+            name="Case",
+            fields=[
                 (
-                    "suite",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="versions",
-                        to="evaluations.suite",
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
                     ),
                 ),
                 (
@@ -167,6 +168,209 @@ class Migration(migrations.Migration):
                         to="tenants.tenant",
                     ),
                 ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "suite_version",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="cases",
+                        to="evaluations.suiteversion",
+                    ),
+                ),
+                ("position", models.PositiveIntegerField()),
+                ("slice", models.CharField(blank=True, max_length=63)),
+                ("messages", models.JSONField()),
+                ("expected", models.TextField(blank=True)),
+                ("checks", models.JSONField(default=list)),
+                ("prompt_sha256", models.CharField(max_length=64)),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("suite_version", "position"), name="case_once")
+                ]
+            },
+        ),
+        migrations.CreateModel(
+            name="Evaluation",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "suite_version",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="evaluations",
+                        to="evaluations.suiteversion",
+                    ),
+                ),
+                ("model", models.CharField(max_length=200)),
+                ("served", models.CharField(max_length=1000)),
+                (
+                    "adapter",
+                    models.ForeignKey(
+                        null=True,
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="evaluations",
+                        to="adapters.adapter",
+                    ),
+                ),
+                (
+                    "status",
+                    models.CharField(
+                        choices=[
+                            ("queued", "Queued"),
+                            ("running", "Running"),
+                            ("judging", "Judging"),
+                            ("succeeded", "Succeeded"),
+                            ("failed", "Failed"),
+                            ("cancelled", "Cancelled"),
+                        ],
+                        default="queued",
+                        max_length=16,
+                    ),
+                ),
+                ("max_tokens", models.PositiveIntegerField(default=256)),
+                ("seed", models.PositiveIntegerField(default=0)),
+                ("scored_in", models.UUIDField(null=True)),
+                ("error", models.CharField(blank=True, max_length=1000)),
+                ("num_done", models.PositiveIntegerField(default=0)),
+                ("summary", models.JSONField(default=dict)),
+                ("attempts", models.PositiveIntegerField(default=0)),
+                ("failures", models.PositiveSmallIntegerField(default=0)),
+                ("lease_until", models.DateTimeField(null=True)),
+                (
+                    "created_by",
+                    models.ForeignKey(
+                        null=True,
+                        on_delete=django.db.models.deletion.SET_NULL,
+                        related_name="+",
+                        to=settings.AUTH_USER_MODEL,
+                    ),
+                ),
+                ("started_at", models.DateTimeField(null=True)),
+                ("finished_at", models.DateTimeField(null=True)),
+            ],
+            options={
+                "indexes": [
+                    models.Index(fields=["tenant", "created_at"], name="evaluations_by_age"),
+                    models.Index(
+                        condition=models.Q(("status__in", ("queued", "running", "judging"))),
+                        fields=["lease_until"],
+                        name="evaluations_active",
+                    ),
+                ]
+            },
+        ),
+        migrations.CreateModel(
+            name="Result",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "evaluation",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="results",
+                        to="evaluations.evaluation",
+                    ),
+                ),
+                (
+                    "case",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="evaluations.case",
+                    ),
+                ),
+                ("output", models.TextField(blank=True)),
+                ("finish_reason", models.CharField(blank=True, max_length=16)),
+                ("error", models.CharField(blank=True, max_length=500)),
+                ("scores", models.JSONField(default=list)),
+                ("score", models.FloatField(null=True)),
+                ("logprob", models.FloatField(null=True)),
+                ("num_tokens", models.PositiveIntegerField(default=0)),
+            ],
+            options={
+                "constraints": [
+                    models.UniqueConstraint(fields=("evaluation", "case"), name="result_once")
+                ]
+            },
+        ),
+        migrations.CreateModel(
+            name="BatchScores",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        default=controlplane.tenancy.scoping.new_id,
+                        editable=False,
+                        primary_key=True,
+                        serialize=False,
+                    ),
+                ),
+                (
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
+                    ),
+                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "version",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="batch_scores",
+                        to="adapters.adapterversion",
+                    ),
+                ),
+                (
+                    "suite_version",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="evaluations.suiteversion",
+                    ),
+                ),
+                ("digest", models.CharField(max_length=64)),
+                ("live_digest", models.CharField(max_length=64)),
+                ("base_revision", models.CharField(max_length=64)),
+                ("cases_sha256", models.CharField(max_length=64)),
+                ("candidate", models.JSONField()),
+                ("live", models.JSONField()),
             ],
         ),
         migrations.CreateModel(
@@ -181,27 +385,33 @@ class Migration(migrations.Migration):
                         serialize=False,
                     ),
                 ),
-                ("created_at", models.DateTimeField(auto_now_add=True)),
-                ("live_number", models.PositiveIntegerField(null=True)),
                 (
-                    "status",
-                    models.CharField(
-                        choices=[
-                            ("waiting", "its evaluations run"),
-                            ("promote", "it passed"),
-                            ("hold", "it could not be shown that it is as good"),
-                            ("reject", "it is worse"),
-                        ],
-                        default="waiting",
-                        max_length=16,
+                    "tenant",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="tenants.tenant",
                     ),
                 ),
-                ("policy", models.JSONField(default=dict)),
-                ("reasons", models.JSONField(default=list)),
-                ("findings", models.JSONField(default=list)),
-                ("num_leaked", models.PositiveIntegerField(default=0)),
-                ("outcome", models.CharField(blank=True, max_length=16)),
-                ("decided_at", models.DateTimeField(null=True)),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                (
+                    "version",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="gate",
+                        to="adapters.adapterversion",
+                    ),
+                ),
+                ("live_number", models.PositiveIntegerField(null=True)),
+                (
+                    "suite_version",
+                    models.ForeignKey(
+                        null=True,
+                        on_delete=django.db.models.deletion.SET_NULL,
+                        related_name="+",
+                        to="evaluations.suiteversion",
+                    ),
+                ),
                 (
                     "candidate",
                     models.ForeignKey(
@@ -221,209 +431,43 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
-                (
-                    "version",
-                    models.OneToOneField(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="gate",
-                        to="adapters.adapterversion",
-                    ),
-                ),
-                (
-                    "suite_version",
-                    models.ForeignKey(
-                        null=True,
-                        on_delete=django.db.models.deletion.SET_NULL,
-                        related_name="+",
-                        to="evaluations.suiteversion",
-                    ),
-                ),
-            ],
-        ),
-        migrations.AddField(
-            model_name="evaluation",
-            name="suite_version",
-            field=models.ForeignKey(
-                on_delete=django.db.models.deletion.CASCADE,
-                related_name="evaluations",
-                to="evaluations.suiteversion",
-            ),
-        ),
-        migrations.CreateModel(
-            name="Case",
-            fields=[
-                (
-                    "id",
-                    models.UUIDField(
-                        default=controlplane.tenancy.scoping.new_id,
-                        editable=False,
-                        primary_key=True,
-                        serialize=False,
-                    ),
-                ),
-                ("created_at", models.DateTimeField(auto_now_add=True)),
-                ("position", models.PositiveIntegerField()),
-                ("slice", models.CharField(blank=True, max_length=63)),
-                ("messages", models.JSONField()),
-                ("expected", models.TextField(blank=True)),
-                ("checks", models.JSONField(default=list)),
-                ("prompt_sha256", models.CharField(max_length=64)),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
-                (
-                    "suite_version",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="cases",
-                        to="evaluations.suiteversion",
-                    ),
-                ),
-            ],
-        ),
-        migrations.CreateModel(
-            name="Judge",
-            fields=[
-                (
-                    "id",
-                    models.UUIDField(
-                        default=controlplane.tenancy.scoping.new_id,
-                        editable=False,
-                        primary_key=True,
-                        serialize=False,
-                    ),
-                ),
-                ("created_at", models.DateTimeField(auto_now_add=True)),
-                (
-                    "name",
+                    "status",
                     models.CharField(
-                        max_length=63,
-                        validators=[
-                            django.core.validators.RegexValidator(
-                                "\\A[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\\Z",
-                                "Use 1 to 63 lower-case letters, digits, dots, dashes or underscores; begin and end with a letter or digit.",
-                            )
+                        choices=[
+                            ("waiting", "its evaluations run"),
+                            ("promote", "it passed"),
+                            ("hold", "it could not be shown that it is as good"),
+                            ("reject", "it is worse"),
                         ],
+                        default="waiting",
+                        max_length=16,
                     ),
                 ),
-                ("url", models.CharField(max_length=500)),
-                ("model", models.CharField(max_length=200)),
-                ("sealed", models.BinaryField(default=b"")),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
+                ("policy", models.JSONField(default=dict)),
+                ("reasons", models.JSONField(default=list)),
+                ("findings", models.JSONField(default=list)),
+                ("num_leaked", models.PositiveIntegerField(default=0)),
+                ("outcome", models.CharField(blank=True, max_length=16)),
+                ("decided_at", models.DateTimeField(null=True)),
             ],
             options={
-                "constraints": [
-                    models.UniqueConstraint(fields=("tenant", "name"), name="judge_name_once")
-                ],
+                "indexes": [
+                    models.Index(
+                        condition=models.Q(("status", "waiting")),
+                        fields=["created_at"],
+                        name="gates_waiting",
+                    )
+                ]
             },
-        ),
-        migrations.CreateModel(
-            name="Result",
-            fields=[
-                (
-                    "id",
-                    models.UUIDField(
-                        default=controlplane.tenancy.scoping.new_id,
-                        editable=False,
-                        primary_key=True,
-                        serialize=False,
-                    ),
-                ),
-                ("created_at", models.DateTimeField(auto_now_add=True)),
-                ("output", models.TextField(blank=True)),
-                ("finish_reason", models.CharField(blank=True, max_length=16)),
-                ("error", models.CharField(blank=True, max_length=500)),
-                ("scores", models.JSONField(default=list)),
-                ("score", models.FloatField(null=True)),
-                ("logprob", models.FloatField(null=True)),
-                ("num_tokens", models.PositiveIntegerField(default=0)),
-                (
-                    "case",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="evaluations.case",
-                    ),
-                ),
-                (
-                    "evaluation",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="results",
-                        to="evaluations.evaluation",
-                    ),
-                ),
-                (
-                    "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.CASCADE,
-                        related_name="+",
-                        to="tenants.tenant",
-                    ),
-                ),
-            ],
-            options={
-                "constraints": [
-                    models.UniqueConstraint(fields=("evaluation", "case"), name="result_once")
-                ],
-            },
-        ),
-        migrations.AddConstraint(
-            model_name="suite",
-            constraint=models.UniqueConstraint(fields=("tenant", "name"), name="suite_name_once"),
-        ),
-        migrations.AddConstraint(
-            model_name="suiteversion",
-            constraint=models.UniqueConstraint(
-                fields=("suite", "number"), name="suite_version_once"
-            ),
-        ),
-        migrations.AddIndex(
-            model_name="gatedecision",
-            index=models.Index(
-                condition=models.Q(("status", "waiting")),
-                fields=["created_at"],
-                name="gates_waiting",
-            ),
-        ),
-        migrations.AddIndex(
-            model_name="evaluation",
-            index=models.Index(fields=["tenant", "created_at"], name="evaluations_by_age"),
-        ),
-        migrations.AddIndex(
-            model_name="evaluation",
-            index=models.Index(
-                condition=models.Q(("status__in", ("queued", "running", "judging"))),
-                fields=["lease_until"],
-                name="evaluations_active",
-            ),
-        ),
-        migrations.AddConstraint(
-            model_name="case",
-            constraint=models.UniqueConstraint(
-                fields=("suite_version", "position"), name="case_once"
-            ),
         ),
         TenantTables(
-            "Judge", "Suite", "SuiteVersion", "Case", "Evaluation", "Result", "GateDecision"
+            "Judge",
+            "Suite",
+            "SuiteVersion",
+            "Case",
+            "Evaluation",
+            "Result",
+            "BatchScores",
+            "GateDecision",
         ),
     ]

@@ -22,9 +22,7 @@ alter table service_keys_servicekey disable row level security;
 class Migration(migrations.Migration):
     initial = True
 
-    dependencies = [
-        migrations.swappable_dependency(settings.AUTH_USER_MODEL),
-    ]
+    dependencies = [("tenants", "0001_initial")]
 
     operations = [
         migrations.CreateModel(
@@ -45,6 +43,15 @@ class Migration(migrations.Migration):
                     models.CharField(blank=True, db_default="", default="", max_length=16),
                 ),
                 ("allowed_ips", models.JSONField(blank=True, default=list)),
+                (
+                    "created_by",
+                    models.ForeignKey(
+                        null=True,
+                        on_delete=django.db.models.deletion.SET_NULL,
+                        related_name="+",
+                        to=settings.AUTH_USER_MODEL,
+                    ),
+                ),
                 ("expires_at", models.DateTimeField(blank=True, null=True)),
                 ("revoked_at", models.DateTimeField(blank=True, null=True)),
                 ("last_used_at", models.DateTimeField(blank=True, null=True)),
@@ -59,19 +66,7 @@ class Migration(migrations.Migration):
                 ),
                 ("created_at", models.DateTimeField(auto_now_add=True)),
                 ("scopes", models.JSONField()),
-                (
-                    "created_by",
-                    models.ForeignKey(
-                        null=True,
-                        on_delete=django.db.models.deletion.SET_NULL,
-                        related_name="+",
-                        to=settings.AUTH_USER_MODEL,
-                    ),
-                ),
             ],
-            options={
-                "abstract": False,
-            },
         ),
         migrations.RunSQL(PROTECT, EXPOSE),
     ]

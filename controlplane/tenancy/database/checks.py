@@ -12,7 +12,6 @@ from django.db.migrations.loader import MigrationLoader
 from controlplane.tenancy.database.operations import (
     TenantReference,
     TenantTables,
-    split_name,
     tenant_references,
 )
 from controlplane.tenancy.scoping import TenantModel
@@ -60,7 +59,7 @@ def _protected() -> tuple[dict[_Label, set[_Reference]], set[_Reference]]:
             elif isinstance(operation, TenantTables):
                 state = loader.project_state(key).apps
                 for name in operation.model_names:
-                    model = state.get_model(*split_name(app_label, name))
+                    model = state.get_model(app_label, name)
                     label = (model._meta.app_label, model._meta.model_name)
                     tables[label] = {(*label, field.name) for field in tenant_references(model)}
     return tables, references

@@ -51,7 +51,7 @@ class TenantTables(_RowSecurityOperation):
     (tenant_id, id), and for every foreign key to another tenant table a second one that includes
     the tenant: foreign key checks ignore policies, and a row must not point at another tenant's.
 
-    model_names  models of the migration's own app, or "app.Model"
+    model_names  models of the migration's app
     """
 
     def __init__(self, *model_names: str) -> None:
@@ -93,7 +93,7 @@ class TenantTables(_RowSecurityOperation):
             schema_editor.execute(f'drop index if exists "{_key_name(model)}"')
 
     def _models(self, app_label: str, apps: Apps) -> list[_Model]:
-        return [apps.get_model(*split_name(app_label, name)) for name in self.model_names]
+        return [apps.get_model(app_label, name) for name in self.model_names]
 
     def describe(self) -> str:
         return f"Protect {', '.join(self.model_names)} with row-level security"
@@ -130,12 +130,6 @@ class TenantReference(_RowSecurityOperation):
 
     def describe(self) -> str:
         return f"Keep {self.model_name}.{self.field_name} within the tenant"
-
-
-def split_name(app_label: str, name: str) -> tuple[str, str]:
-    """Return the app and the model of a name; `app_label` is the app when the name has none."""
-    other, _, bare = name.rpartition(".")
-    return other or app_label, bare
 
 
 def tenant_references(model: _Model) -> list[models.ForeignKey[Any, Any]]:
@@ -196,9 +190,6 @@ def _make_reference(
     schema_editor: BaseDatabaseSchemaEditor, model: _Model, field: models.ForeignKey[Any, Any]
 ) -> None:
     table, name = model._meta.db_table, reference_name(model, field)
-    # The constraint may exist: the order of migrations of several apps decides which columns a
-    # table has when it is protected.
-    schema_editor.execute(f'alter table "{table}" drop constraint if exists "{name}"')
     target = field.related_model._meta.db_table  # type: ignore[union-attr]
     schema_editor.execute(
         f'alter table "{table}" add constraint "{name}" '
@@ -212,4 +203,4 @@ def _drop_reference(
 ) -> None:
     name = reference_name(model, field)
     table = model._meta.db_table
-    schema_editor.execute(f'alter table "{table}" drop constraint if exists "{name}"')
+    schema_editor.execute(f'alter table "{table}" drop constraint "{name}"')

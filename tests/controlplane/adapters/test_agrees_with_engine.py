@@ -111,7 +111,7 @@ KINDS |= {
         {"trainable_token_indices": [63, 0]},
         {**files.tensors(), **new_tokens(EMBEDDING, 2)},
     ),
-    "tokens of both": (
+    "tokens in both": (
         {"trainable_token_indices": {"embed_tokens": [1], "lm_head": [2, 3]}},
         {**files.tensors(), **new_tokens(EMBEDDING, 1), **new_tokens(HEAD, 2)},
     ),

@@ -218,13 +218,13 @@ def upload_with_cuts(site: Site, folder: Path) -> int:
 
         site.proxy.cut = cut
         said, errors = process.communicate(timeout=300)
-        assert runs == 1 or f"Going on with {folder.name}@1" in errors, errors
+        assert runs == 1 or f"Resuming {folder.name}@1" in errors, errors
         if process.returncode == 0:
             assert said == f"{folder.name}@1\n"
             return runs
         assert process.returncode in (130, -signal.SIGKILL), (process.returncode, errors)
         if process.returncode == 130:
-            assert "Run the same command again to go on." in errors
+            assert "Run the same command again to resume." in errors
 
 
 def cut_and_compare(stack: EmbeddedStack, folder: Path, layers: int, cuts: list[int]) -> None:

@@ -52,7 +52,7 @@ def test_rows_that_would_lose_something_are_refused_by_line_and_name(acme: Party
     content = "\n".join(map(json.dumps, [SHAREGPT, SHAREGPT | {"images": ["cat.png"]}]))
     answer = upload(acme, content.encode())
     assert answer.status_code == 422
-    assert "line 2: images is not text, and the models read text alone" in answer.content.decode()
+    assert "line 2: images is not text, and the models read only text" in answer.content.decode()
 
 
 @pytest.mark.parametrize("content", [b"{not json}\n", b'{"messages": []}\n', b"\xff\xfe"], ids=repr)

@@ -28,9 +28,12 @@ from controlplane.infra import liveness, storage
 from controlplane.inspections import execution, sweep
 from controlplane.outbox.models import EventType, OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.training.models import TrainingRun
+from controlplane.training.services import dataset_upload, training_run_create
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.adapters.test_retirement import wait_for_a_lock
 from tests.controlplane.conftest import Party, as_key, assert_error
+from tests.controlplane.training.conftest import ROWS
 
 ROOT = Path(__file__).parents[3]
 Status = AdapterVersion.Status
@@ -148,6 +151,34 @@ def test_a_probe_that_cannot_run_lets_the_version_go_on(
     finding("agrees")
     assert execution.inspect_next()
     assert probe_of(version).status == Probe.AGREED
+
+
+@pytest.mark.parametrize(
+    ("found", "ended"),
+    [
+        ("agrees", "succeeded"),
+        (execution.Mismatch("other", **AGREED), "failed"),
+        (execution.NotRun("No worker answered."), "succeeded"),
+    ],
+)
+@pytest.mark.usefixtures("scope", "inspector")
+def test_the_run_that_trained_a_version_ends_with_its_probe(
+    finding: Callable[[object], None], found: object, ended: str
+) -> None:
+    """Without a tick: its lease is not over."""
+    version = validate(upload())
+    dataset_upload(name="chats", content=ROWS)
+    run = training_run_create(
+        adapter_name="invoices", dataset_name="chats", hyperparameters={"max_steps": 2}
+    )
+    lease_until = timezone.now() + dt.timedelta(minutes=1)
+    TrainingRun.objects.filter(pk=run.pk).update(
+        status="publishing", version=version, attempts=1, lease_until=lease_until
+    )
+    finding(found)
+    execution.inspect_next()
+    run.refresh_from_db()
+    assert run.status == ended
 
 
 @pytest.mark.usefixtures("scope", "inspector")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
 import pytest
-from django.apps import apps
 from rest_framework.test import APIClient
 
 from controlplane.evaluations.models import Case, Evaluation, Result, SuiteVersion
@@ -17,7 +15,7 @@ from controlplane.tenants.models import Role, User
 from controlplane.tenants.permissions import DEVELOPER
 from controlplane.tenants.services import member_add
 from controlplane.training import pulls, services
-from controlplane.training.models import Dataset, DatasetContent
+from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party, as_user
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.requestlog.test_capture import key_of, switch_on, words
@@ -211,29 +209,6 @@ def test_the_address_of_a_judge_that_gets_them_needs_it_too(
     assert developer.put(path, fields, format="json").status_code == 403
     assert admin.put(path, fields, format="json").status_code == 200
     assert developer.put(f"{path}-not", fields, format="json").status_code == 200
-
-
-def test_rows_and_suites_of_before_are_marked(
-    acme: Party, captured: None, developer: APIClient
-) -> None:
-    """The migrations find those that were made while nothing was noted."""
-    admin = as_user(acme.owner)
-    add_plain(acme, "users", appends=True)
-    add_plain(acme, "plain", appends=False)
-    for name, rows in (("s", "users"), ("p", "plain")):
-        post(admin, f"suites/{name}/versions", {"from_dataset": {"dataset": rows}})
-    with tenant_scope(acme.tenant.pk):
-        DatasetContent.objects.update(has_requests=False)
-        SuiteVersion.objects.update(has_requests=False)
-    assert previews(developer)
-    for each in ("training.migrations.0016_rows_of", "evaluations.migrations.0003_cases_of"):
-        importlib.import_module(f"controlplane.{each}_requests").mark(apps, None)
-    assert not previews(developer) and previews(developer, "plain")
-    post(developer, "datasets/users/restore", {"version": 1}, 200)
-    assert not previews(developer)
-    with tenant_scope(acme.tenant.pk):
-        marked = SuiteVersion.objects.filter(has_requests=True)
-        assert list(marked.values_list("suite__name", flat=True)) == ["s"]
 
 
 def test_no_page_of_the_console_shows_them(acme: Party, captured: None, person: User) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.apps import apps
-from django.core.management import call_command
 from django.db import (
     IntegrityError,
     ProgrammingError,
@@ -20,6 +19,7 @@ from django.db import (
     models,
     transaction,
 )
+from django.db.migrations.loader import MigrationLoader
 from django.http import HttpRequest, JsonResponse
 from django.test import AsyncClient
 from django.urls import path
@@ -29,7 +29,12 @@ from controlplane.gateway import callers
 from controlplane.inference import while_away
 from controlplane.infra import circuit
 from controlplane.tenancy.database import checks
-from controlplane.tenancy.database.operations import reference_name, tenant_references
+from controlplane.tenancy.database.operations import (
+    TenantTables,
+    reference_name,
+    tenant_references,
+)
+from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scope import OPERATOR_ROLE, add_tenant
 from controlplane.tenancy.scoping import TenantManager, TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import services
@@ -253,13 +258,20 @@ def test_nothing_of_a_tenant_stays_on_a_connection(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.long
 def test_row_security_can_be_removed_and_restored() -> None:
-    query = "select count(*) from pg_policies where tablename = 'training_schedule'"
-    call_command("migrate", "database", "zero", verbosity=0)
-    assert rows_of(query) == [(0,)]
-    call_command("migrate", verbosity=0)
-    assert rows_of(query) == [(5,)]
+    policies = "select count(*) from pg_policies where tablename = 'training_schedulerun'"
+    references = """
+        select count(*) from pg_constraint where conname ~ '^training_schedulerun_.*_tenant$'
+    """
+    before = rows_of(policies), rows_of(references)
+    assert before[0] == [(5,)] and before[1] > [(0,)]
+    state = MigrationLoader(None).project_state()
+    operation = TenantTables("ScheduleRun")
+    with as_owner(connection), connection.schema_editor() as editor:
+        operation.database_backwards("training", editor, state, state)
+        assert (rows_of(policies), rows_of(references)) == ([(0,)], [(0,)])
+        operation.database_forwards("training", editor, state, state)
+    assert (rows_of(policies), rows_of(references)) == before
 
 
 async def look_around(request: HttpRequest) -> JsonResponse:

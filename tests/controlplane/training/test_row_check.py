@@ -91,7 +91,7 @@ def test_the_child_converts_as_this_process_does() -> None:
     wrong = row("one") + b"no JSON\n"
     assert row_check.rows_convert(TENANT, wrong, max_bytes=MIB) == (wrong, "")
     for content, told in (
-        (line + b'{"text": "plain"}\n', "line 2: text does not say what is learned"),
+        (line + b'{"text": "plain"}\n', "line 2: text does not say which part is learned"),
         (line * 1000, "the converted file has more than 1000 bytes"),
     ):
         with pytest.raises(InvalidRequest, match=told):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
 import pytest
-from django.apps import apps
 
 from controlplane.adapters.models import Adapter
 from controlplane.errors import Conflict
@@ -142,20 +140,3 @@ def test_long_rows_fail_a_run_with_their_lines_unless_they_are_to_be_cut(
     assert (run.progress["rows"], run.progress["truncated_rows"]) == (9, 1)
     page = browser_of(in_acme.viewer).get(f"/console/training/runs/{run.pk}").content.decode()
     assert "9, 1 of them cut" in page
-
-
-def test_schedules_and_waiting_runs_of_before_go_on_cutting(
-    adapter: Adapter, dataset: Dataset
-) -> None:
-    migration = importlib.import_module("controlplane.training.migrations.0009_datasets")
-    schedule = services.schedule_set(
-        adapter=adapter, dataset_name="chats", cron_line="0 3 * * *", hyperparameters={"rank": 4}
-    )
-    waiting, ended = make_run(), make_run()
-    TrainingRun.objects.filter(pk=ended.pk).update(status="succeeded")
-    for change, expected in ((migration.ask, [True, True, None]), (migration.forget, [None] * 3)):
-        change(apps, None)
-        for row in (schedule, waiting, ended):
-            row.refresh_from_db()
-        found = [row.hyperparameters.get("truncate") for row in (schedule, waiting, ended)]
-        assert found == expected

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib
 from typing import Any
 
-import psycopg
 import pytest
 from django.conf import settings
-from django.db import OperationalError, ProgrammingError, connection, transaction
+from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
-from controlplane.tenancy.database.ownership import as_owner, grant_rights
+from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scope import OPERATOR_ROLE
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage import retention
@@ -20,8 +18,6 @@ from controlplane.usage.models import UsageDay, UsageRecord
 from controlplane.usage.services import usage_records_create
 from controlplane.usage.totals import usage_drift, usage_totals_rebuild
 from tests.controlplane.conftest import Party, make_party
-
-partitions = importlib.import_module("controlplane.usage.migrations.0003_partitions")
 
 MONTH = dt.timedelta(days=31)
 
@@ -147,46 +143,3 @@ def test_a_record_of_no_month_is_written_and_counted_once() -> None:
     assert requests_of(acme) == ["far"]
     retention.usage_forget(now=timezone.now())  # it makes no month over those rows
     assert usage_drift() == []
-
-
-@pytest.mark.django_db(transaction=True)
-def test_a_table_with_rows_becomes_the_first_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The migration, on a table as it was; also when it was killed before, or a backup runs."""
-    monkeypatch.setattr(partitions, "LOCK_TIMEOUT_S", 1)
-    monkeypatch.setattr(partitions, "MAX_TRIES", 1)
-    acme = make_party("acme")
-    write(record(acme, "a", timezone.now()), record(acme, "b", timezone.now() - 20 * MONTH))
-    with as_owner(connection), connection.cursor() as cursor:
-        cursor.execute(AS_BEFORE)
-        grant_rights(connection)
-        cursor.execute("alter table usage_usagerecord add constraint usage_before check (true)")
-        with connection.schema_editor(atomic=False) as editor:
-            parameters = connection.get_connection_params()
-            with psycopg.connect(**parameters) as reader, pytest.raises(OperationalError):
-                reader.execute("lock table usage_usagerecord in access share mode")
-                partitions.partition(None, editor)
-            partitions.partition(None, editor)
-            partitions.partition(None, editor)
-    assert requests_of(acme) == ["b", "a"]
-    assert partition_of("a") == partition_of("b") == "usage_usagerecord_before"
-    write(record(acme, "a", timezone.now()), record(acme, "c", timezone.now()))
-    assert requests_of(acme) == ["b", "a", "c"]
-    with as_owner(connection):
-        grant_rights(connection)  # as at the end of all migrations
-    assert usage_drift() == []
-
-
-#: The partitioned table becomes the plain one that it was before the migration.
-AS_BEFORE = """
-alter table usage_usagerecord no force row level security;
-alter table usage_usagerecord_before no force row level security;
-create table plain (like usage_usagerecord including defaults);
-insert into plain select * from usage_usagerecord;
-drop table usage_usagerecord cascade;
-alter table plain rename to usage_usagerecord;
-alter table usage_usagerecord add primary key (id), add unique (request_id),
-  add foreign key (tenant_id) references tenants_tenant (id) deferrable initially deferred;
-create index on usage_usagerecord (tenant_id, occurred_at);
-alter table usage_usagerecord enable row level security;
-alter table usage_usagerecord force row level security;
-"""

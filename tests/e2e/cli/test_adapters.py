@@ -117,8 +117,8 @@ WRONG = {
     make_empty: "no adapter_config.json and no adapter_model.safetensors in it",
     make_pickled: "safe_serialization=True",
     make_model: "looks like a whole model",
-    make_other_json: "no PEFT configuration",
-    make_unreadable: "is no file",
+    make_other_json: "not a PEFT configuration",
+    make_unreadable: "is not a file",
 }
 
 

@@ -120,7 +120,7 @@ def spoil_name(folder: Path) -> tuple[str, str]:
 
 def spoil_syntax(folder: Path) -> tuple[str, str]:
     (folder / "x.json").write_text("{")
-    return "x.json", "is no JSON"
+    return "x.json", "is not valid JSON"
 
 
 def spoil_list(folder: Path) -> tuple[str, str]:
@@ -130,7 +130,7 @@ def spoil_list(folder: Path) -> tuple[str, str]:
 
 def spoil_slug(folder: Path) -> tuple[str, str]:
     (folder / "x.toml").write_text('name = "X"')
-    return "x.toml", "Name the tenant"
+    return "x.toml", "or name the tenant"
 
 
 def spoil_size(folder: Path) -> tuple[str, str]:

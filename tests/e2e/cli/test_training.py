@@ -28,7 +28,7 @@ def test_a_dataset_that_is_none_names_its_lines(cli: Cli, files: Files) -> None:
 
 
 def test_a_dataset_that_cannot_be_read(cli: Cli, tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "is no file")):
+    for path, said in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "is not a file")):
         done = cli.run("datasets", "upload", str(path))
         assert done.code == 1 and said in done.err and "Traceback" not in done.err
 
@@ -50,7 +50,7 @@ def test_a_run_that_is_cancelled_fails_those_who_watch_it(
         assert process.stderr.readline() == f"{run_id} is queued\n"
     leaving.send_signal(signal.SIGINT)
     _, said = leaving.communicate(timeout=60)
-    assert leaving.returncode == 130 and "the run goes on" in said
+    assert leaving.returncode == 130 and "the run continues" in said
     assert cli.run("runs", "cancel", run_id).code == 0
 
     def is_over() -> bool:

@@ -61,10 +61,10 @@ def adapter(
             if site.projection == 7
             else ("lora_A.weight", "lora_B.weight")
         )
-        shapes[f"{site.module}.{a}"] = (rank, in_width)
-        shapes[f"{site.module}.{b}"] = (out_width, rank)
+        shapes[f"base_model.model.{site.module}.{a}"] = (rank, in_width)
+        shapes[f"base_model.model.{site.module}.{b}"] = (out_width, rank)
         if config.get("use_dora"):
-            shapes[f"{site.module}.lora_magnitude_vector"] = (out_width,)
+            shapes[f"base_model.model.{site.module}.lora_magnitude_vector"] = (out_width,)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, **config}
     num_values = sum(math.prod(shape) for shape in shapes.values())
     return plan_adapter(fields, shapes, model), num_values

@@ -603,5 +603,5 @@ def test_the_first_of_many_requests_runs_while_the_others_are_added(dash: DashEn
 
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_names_are_strings(dash: DashEngine, name: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name is a string"):
+    with pytest.raises(ValueError, match="name must be a string"):
         dash.register_adapter(name, tmp_path)

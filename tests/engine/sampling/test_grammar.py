@@ -279,7 +279,7 @@ def test_other_grammars_are_obeyed(
 
 def test_one_grammar_at_a_time(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(RequestError, match="cannot stand beside"):
+    with pytest.raises(RequestError, match="cannot be combined with"):
         engine.add(request("r", prompt(0, 4), json_schema="{}", regex="a"))
     with pytest.raises(RequestError, match="is not text"):
         engine.add(request("r", prompt(0, 4), regex=3))
