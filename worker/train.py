@@ -380,7 +380,7 @@ def _open_folder(options: argparse.Namespace) -> Iterator[CheckpointFolder]:
         return
     options.checkpoint_s = float("inf")
     with tempfile.TemporaryDirectory(prefix="train-") as root:
-        yield CheckpointFolder(Path(root))
+        yield CheckpointFolder(Path(root), is_scratch=True)
 
 
 def train(options: argparse.Namespace, log: EventLog) -> int:

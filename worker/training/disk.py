@@ -43,11 +43,12 @@ class CheckpointFolder:
 
     One process uses a run's at a time.
 
-    root  None: each run's folder is `checkpoint`, beside the file that names the run
+    root        None: each run's folder is `checkpoint`, beside the file that names the run
+    is_scratch   whether nothing of it outlives this process
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
+    def __init__(self, root: Path | None, *, is_scratch: bool = False) -> None:
+        self._root, self.is_scratch = root, is_scratch
         if root is not None:
             root.mkdir(parents=True, exist_ok=True)
 

@@ -192,7 +192,7 @@ class BatchTraining:
     def _save_all(self) -> None:
         """Write every run's state, so that the next process goes on from here."""
         self._finish_writing()
-        for name in self._runs:
+        for name in () if self._folder.is_scratch else self._runs:
             self._save(name)
 
     def _save(self, name: str) -> None:

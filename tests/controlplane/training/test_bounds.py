@@ -155,6 +155,7 @@ class TestAdmission:
         end(full)
         assert schedules.schedules_fire() == 1
 
+    @pytest.mark.django_db(transaction=True)
     def test_a_schedule_whose_dataset_has_grown_fails_and_says_so(
         self, parties: tuple[Party, Party], settings: Any
     ) -> None:
@@ -239,6 +240,7 @@ class TestTurns:
             thread.join()
         assert sorted(begun) == [False] * 9 + [True]
 
+    @pytest.mark.django_db(transaction=True)
     def test_the_end_of_a_run_sends_for_the_next(
         self, parties: tuple[Party, Party], monkeypatch: pytest.MonkeyPatch
     ) -> None:

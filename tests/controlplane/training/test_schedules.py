@@ -96,6 +96,7 @@ def test_a_paused_schedule_and_a_suspended_tenant_do_not_fire(
     assert not TrainingRun.objects.exists()
 
 
+@pytest.mark.django_db(transaction=True)
 def test_a_base_model_that_is_shut_down_trains_nothing(
     schedule: Schedule, adapter: Adapter, dataset: Dataset
 ) -> None:
