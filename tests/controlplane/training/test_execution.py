@@ -295,12 +295,12 @@ def test_a_crashed_trainers_last_lines_are_in_the_log_and_the_run(
 ) -> None:
     """The log has them whole, under the run's id; the tenant sees no folder of the machine."""
     shutil.copytree(base_models_dir, tmp_path / "bases")
-    [weights] = (tmp_path / "bases").rglob("model.safetensors")
-    weights.write_bytes(b"\xff" * 64)
+    [tokenizer] = (tmp_path / "bases").rglob("tokenizer.json")
+    tokenizer.write_text("{}")
     settings.BASE_MODEL_DIR = tmp_path / "bases"
     run = execute(make_run())
     assert run.status == "failed"
-    assert "Error" in run.error.splitlines()[0] and 'File "loop.py", line' in run.error
+    assert "exit code 1" in run.error.splitlines()[0] and 'File "codec.py", line' in run.error
     assert len(run.error) <= 2000 and str(tmp_path) not in run.error and "/" not in run.error
     [line] = [record for record in caplog.records if record.getMessage() == "training failed"]
     assert line.exit_code == 1  # type: ignore[attr-defined]
