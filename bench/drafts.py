@@ -6,8 +6,8 @@
 Every case runs the same greedy requests with drafts off and on, next to each other in each round.
 Acceptance is real: the base is SmolLM2-135M-Instruct, the adapters are those that `make demo`
 trains, the prompts are the demo's held-out ones. "zero" asks an untrained adapter for tokens drawn
-at a high temperature, of which no draft is right. Each mode keeps one engine, so that what
-an adapter's answers taught it stays, as in a worker. Prints a table and one JSON line per case,
+at a high temperature, so that no draft is right. Each mode keeps one engine, which has learned from
+an adapter's earlier answers, as in a worker. Prints a table and one JSON line per case,
 writes bench/results/drafts-cpu.json, and exits with 1 if a bar is missed. `other_answers` counts
 answers that drafts changed: logits of another batch are rounded differently, which tips a token
 only where two are as close as that. `--clock cpu` compares processor time, for a busy machine: with
@@ -43,7 +43,7 @@ from worker.base_model import packaged_model
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "drafts-cpu.json"
 MAX_TOKENS = 100
-#: The support voice with so many draft heads, in the folder of trained adapters.
+#: Folder of the support voice with draft heads, among the trained adapters; number of its heads.
 HEADED, NUM_HEADS = "globex-heads", 3
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -143,7 +143,7 @@ def train_heads(model_dir: Path, target: Path) -> None:
 
 
 def held_out(tokenizer: Any, tenant: str, count: int) -> list[list[int]]:
-    """The prompts that a tenant holds out, as many as asked for."""
+    """Return `count` prompts that a tenant holds out; they repeat if there are fewer."""
     name = tenant.partition("-")[0]
     lines = (ROOT / "demo" / "data" / f"{name}.heldout.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]

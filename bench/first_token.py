@@ -42,7 +42,7 @@ NUM_ADAPTERS, RANK, PROMPT_TOKENS = 6, 16, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Where adapters are: how many of them the arena and the host memory hold."""
+    """A place of adapters: how many of them the arena and the host memory hold."""
 
     name: str
     in_arena: int

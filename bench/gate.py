@@ -8,7 +8,7 @@ log-probabilities of the expected answers, too; the evaluation's own checks scor
 search finds leaked cases, and the gate decides by its defaults. `synthetic` are decisions on drawn
 scores (tests/controlplane/evaluations/planted.py). Prints a table, writes
 bench/results/gate-cpu.json, and exits with 1 if more than 1 % of the bad retrains are promoted,
-or more than 5 % of the good ones are not. With a FOLDER, a run that was cut goes on in it.
+or more than 5 % of the good ones are not. With a FOLDER, an interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ TIRED = 0.05
 
 KINDS = ("good", "shuffled", "slice", "stale", "leaked")
 BAD = KINDS[1:]
-#: Of the cases, how many `leaked` has in its rows: in every other run more than a gate lets pass.
+#: Share of the cases that `leaked` has in its rows: in every other run more than a gate allows.
 LEAKED_SHARES = (1.0, 0.08)
 
 
 class Message(NamedTuple):
-    """What a row and a case are made of."""
+    """The parts of a row and of a case."""
 
     channel: str
     product: str

@@ -49,7 +49,7 @@ _VALUES: tuple[dict[str, Any], ...] = (
 
 
 def row(number: int, num_properties: int) -> dict[str, Any]:
-    """Return the schema of an object with so many properties of all kinds."""
+    """Return the schema of an object with `num_properties` properties of all kinds."""
     properties = {
         f"field_{number}_{i}": _VALUES[(number + i) % len(_VALUES)] for i in range(num_properties)
     }

@@ -94,7 +94,7 @@ def bench_linear(tokens: tuple[int, ...]) -> Iterator[Case]:
                     wrong = error(run(0), expected)
                     ms = graph_ms(rotate(run, copies), 2 * copies)
                 except Exception as failure:
-                    # For example too much shared memory for so many rows; the others still count.
+                    # For example, its tiles need too much shared memory; the others still count.
                     yield base | {"by": by, "failed": str(failure)[:80]}
                     continue
                 yield base | {"by": by, "ms": ms, "gb_s": num_bytes / ms / 1e6, "error": wrong}

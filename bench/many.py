@@ -73,7 +73,7 @@ class Load:
     running: int = 0
 
     def count(self, running: int, outputs: list[RequestOutput]) -> None:
-        """Add a step with so many running requests; raise a request's error."""
+        """Add a step with `running` running requests; raise a request's error."""
         self.num_steps += 1
         self.running += running
         for output in outputs:
@@ -127,7 +127,7 @@ class Bench:
         )
 
     def engine(self, num_adapters: int, arena_bytes: int | None) -> Engine:
-        """Make an engine with so many registered adapters, named 0, 1, 2 ... by popularity."""
+        """Make an engine with `num_adapters` adapters, named 0, 1, 2 ... by popularity."""
         config = EngineConfig(
             prefix_cache=False,  # so that every request is computed
             model_dir=self._folder,
@@ -174,7 +174,7 @@ def drive(
     warm: float = 0.0,
     until_done: bool = False,
 ) -> Load:
-    """Run `trace` for so many seconds (or until all have ended), then cancel what is left.
+    """Run `trace` for `seconds` (or until all have ended), then cancel the rest.
 
     warm  seconds at the beginning that do not count
     """

@@ -198,7 +198,7 @@ class Rig:
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request = Request(
             request_id=str(arrival),
-            # Of different lengths, so that in every step some pages become full.
+            # Prompts of different lengths, so that in every step some pages become full.
             token_ids=[1] * (PROMPT_TOKENS - arrival % LAYOUT.page_size),
             sampling=SamplingParams(),
             adapters=(AdapterPart(digest=digest),),

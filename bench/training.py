@@ -6,8 +6,8 @@
     python -m bench.training FOLDER --case one      [--share 0.125]
 
 `files` writes what the other cases read: `base/`, random weights of Llama-3.1-8B's shape (16 GB),
-and a `dataset-N.jsonl` for each run. A word is a token, so a row has exactly 256 tokens, of which
-the assistant writes 102. `together` trains all runs by `python -m worker.train`. `sequence`
+and a `dataset-N.jsonl` for each run. A word is a token, so a row has exactly 256 tokens, and the
+assistant writes 102 of them. `together` trains all runs by `python -m worker.train`. `sequence`
 does the same, and trains with PEFT in a plain loop, one process per run: `--alone` of them are
 measured, the rest is stated by multiplication. `one` is `python -m worker.train` on one run.
 `--share` is the part of each run's 64k tokens that is trained: the case then also states the time

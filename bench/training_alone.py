@@ -162,7 +162,7 @@ def main() -> None:
         pairs.append(pair)
     report["pairs"] = pairs
     report["start_s"] = max(pair["ours"]["start_s"] for pair in pairs)
-    # Of one run's own two processes: a machine's speed changes from minute to minute.
+    # Ratios within a pair, because a machine's speed changes from minute to minute.
     ratios = [pair["plain"]["steps_s"] / pair["ours"]["steps_s"] for pair in pairs]
     report["speed_ratio"] = round(statistics.median(ratios), 2)
     print(json.dumps(report, indent=1))

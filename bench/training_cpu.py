@@ -31,7 +31,7 @@ WAYS = ("alone", "together")
 
 
 def write_jobs(folder: Path, base: Path, threads: int, steps: int) -> dict[str, str]:
-    """A job of each tenant, by its name."""
+    """Write a job for each tenant. -> the files by tenant."""
     paths = {}
     for tenant, hyperparameters in HYPERPARAMETERS.items():
         path = folder / f"{tenant}.json"

@@ -415,7 +415,7 @@ UNFOLD = {
             "200": "oklch(88% .07 160)",
             "300": "oklch(80% .1 160)",
             "400": "oklch(70% .12 160)",
-            "500": "oklch(64% .12 160)",  # of links on dark pages, so at least 4.5:1
+            "500": "oklch(64% .12 160)",  # links on dark pages have it, so at least 4.5:1
             "600": "oklch(48% .1 160)",
             "700": "oklch(42% .09 160)",
             "800": "oklch(36% .07 160)",

@@ -69,7 +69,7 @@ class Commands:
 
 
 def failed(command: str, status: int | None, output: str) -> StepFailed:
-    """The error of a command that did not succeed."""
+    """Make the error of a command that did not succeed."""
     return StepFailed(
         f"manage.py {command} ended with status {status}",
         details="\n".join(output.splitlines()[-25:]),

@@ -19,7 +19,7 @@ from demo.state import DemoState, TenantState
 
 ALIAS = "invoices-prod"
 CANARY_PERCENT = 10
-#: Of these, about a tenth get the canary; if none of them does, as many others are asked.
+#: Number of callers that ask first: about a tenth get the canary. If none does, others ask, too.
 NUM_CALLERS = 40
 MAX_CALLERS = 240
 MAX_TOKENS = 4

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-Report = Callable[[float, str], None]  # (share done, what is going on)
+Report = Callable[[float, str], None]  # (share done, current action)
 #: A log file gets a line at least this often.
 QUIET_S = 8.0
 
@@ -18,7 +18,7 @@ QUIET_S = 8.0
 class Screen:
     """Prints a line for each finished step, and a bar or a spinner for the current one.
 
-    Where it is not a terminal, a line every `quiet_s` says that a step still goes on.
+    Where it is not a terminal, a line every `quiet_s` says that a step still runs.
     """
 
     def __init__(self, console: Console | None = None, quiet_s: float = QUIET_S) -> None:

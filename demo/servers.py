@@ -245,7 +245,7 @@ class Redis:
         self.data.chmod(0o700)
         for left in self.data.glob("temp-*"):  # left by a killed rewrite
             left.unlink()
-        for file in self.data.glob("*.aof"):  # of an earlier version: others could read it
+        for file in self.data.glob("*.aof"):  # made by an earlier version: others could read it
             file.chmod(0o600)
         write_secret(self._config, "".join(f"{k} {v}\n" for k, v in self._options.items()))
 

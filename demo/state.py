@@ -23,7 +23,7 @@ class TenantState:
     email: str
     password: str
     api_key: str = ""
-    digest: str = ""  # of the uploaded adapter, once it is ready
+    digest: str = ""  # the uploaded adapter's, once it is ready
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class DemoState:
         write_private(path, dataclasses.asdict(self))
 
     def ready(self, metrics_ports: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """The content of `.demo/ready.json`."""
+        """Return the content of `.demo/ready.json`."""
         return {
             "metrics_urls": {
                 name: f"http://127.0.0.1:{port}/metrics"

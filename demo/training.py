@@ -47,7 +47,7 @@ def wait_until_trained(
 ) -> dict[str, Any]:
     """Wait for the newest run of a tenant's adapter. -> its version. Raises StepFailed.
 
-    A run that a stopped demo left goes on.
+    A run that a stopped demo left continues.
     """
     give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
@@ -74,7 +74,7 @@ def _newest_run(client: ManagementClient, adapter: str) -> dict[str, Any]:
 
 
 def _how_far(run: Mapping[str, Any]) -> tuple[float, str]:
-    """Return the share of the steps that are done, and what is going on."""
+    """Return the share of the steps that are done, and the current action."""
     if run["status"] == "publishing":
         return 1.0, "trained, its files and its answers are checked"
     found = run["progress"]

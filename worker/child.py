@@ -1,4 +1,4 @@
-"""What a child process of the platform needs: its standard output, its signals, its exit codes."""
+"""Helpers of the platform's child processes: standard output, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def take_stdout() -> TextIO:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, or what it comes from, is that there is no room on the disk."""
+    """Return whether an error, or one of its causes, says that the disk is full."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and found.errno in (errno.ENOSPC, errno.EDQUOT):

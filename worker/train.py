@@ -45,8 +45,8 @@ job as it was given. Every run has `started`, `progress` … and one `done` or `
     {"run", "event": "later", "reason"}     the next batch of this process trains it
     {"run", "event": "error", "message", "field"}  field: of the job, or "dataset"; else left out
 
-FOLDER has what a later process needs to continue; `-`: the folder `checkpoint` beside each
-JOB.json, of which there may be one in a folder. Started again with the same arguments after
+FOLDER has the states from which a later process continues; `-`: the folder `checkpoint` beside each
+JOB.json, which then must be the only one in its folder. Started again with the same arguments after
 whatever ended it, each run continues from its last checkpoint, at most a minute old, and a run
 whose adapter is there says `done` again, if its event may have been lost.
 
@@ -60,8 +60,8 @@ standard input is a socket, {"add", "lock": true} brings a descriptor, which sta
 job has ended.
 
 A job with `judge_dir` has its adapter scored once it is trained, beside the live version, between
-the others' steps (`contract.judging`), from its event `judging` to `done`. What of that fails is no
-error.
+the others' steps (`contract.judging`), from its event `judging` to `done`. A failure of the scoring
+does not fail the run.
 
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
@@ -132,7 +132,7 @@ class Training:
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
         self._arrivals = Arrivals(dict.fromkeys(options.jobs), is_open=options.join)
-        self._outputs: dict[str, Path] = {}  # of the jobs that have not ended
+        self._outputs: dict[str, Path] = {}  # by job, until it ends
         self._ended: set[str] = set()
         self._locks: dict[str, int] = {}
         #: Jobs that were read and wait, by base: for a serving worker if there is one, else for
@@ -232,11 +232,11 @@ class Training:
 
     @property
     def may_join(self) -> bool:
-        """Whether jobs may still join those that are trained."""
+        """Return whether jobs may still join those that are trained."""
         return self._arrivals.may_come and not self._waiting and not self._for_here
 
     def has_ended(self, name: str) -> bool:
-        """Whether a job has said `done` or `error`."""
+        """Return whether a job has said `done` or `error`."""
         return name in self._ended
 
     def wait(self) -> None:
@@ -294,7 +294,7 @@ class Training:
             traceback.print_exc()
             largest, *others = sorted(joining.left, key=_size, reverse=True)
             own = largest.job.gpu_share
-            share = "" if own is None else f", of which the run may use {own:g}"
+            share = "" if own is None else f" (the run may use {own:g} of it)"
             problem = f"the GPU has not enough memory{share}; a smaller max_length takes less"
             self._fail(largest.name, JobError("hyperparameters.max_length", problem))
             self._wait_for_another(joining.base, others)
@@ -336,7 +336,7 @@ class _Joining:
 
     @property
     def may_come(self) -> bool:
-        """Whether more may: not while others wait for another batch, until nobody joins this."""
+        """Return whether more jobs may come: no longer once some wait for another batch."""
         return self._work.may_join
 
     def take(self) -> list[NamedJob]:

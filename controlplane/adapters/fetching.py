@@ -162,7 +162,7 @@ def _fetch(version: AdapterVersion, lease: _Lease, source: Source) -> None:
 
     Raises Rejected, TryAgain, LeaseLost, storage.STORAGE_ERRORS.
     """
-    storage.abort_parts(version.staging_prefix)  # of a lost attempt
+    storage.abort_parts(version.staging_prefix)  # left by a lost attempt
     source = source.pinned()
     lease.renew()
     with source.opened(CONFIG, max_bytes=FILES[CONFIG] + 1) as answer:

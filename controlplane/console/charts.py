@@ -47,7 +47,7 @@ class LineChart:
     width: int
     height: int
     points: str  # for <polyline points>
-    beside: str  # of a second line; empty: there is none
+    beside: str  # points of a second line; empty: there is none
     low: float
     high: float
     first: float  # the x of the first and last points

@@ -92,7 +92,7 @@ def ask(
 ) -> list[Asked]:
     """Return the answers to some cases.
 
-    is_held  is called every two seconds: whether to go on
+    is_held  called every two seconds; once it returns false, nothing more is asked
     Raises ApiError when the pool or a limit refuses for now, Stopped.
     """
     return asyncio.run(_ask(evaluation, caller, cases, is_held))

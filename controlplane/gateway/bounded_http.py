@@ -6,8 +6,8 @@
     trailers     dropped: a header after the body has no effect
     answer       progress while there is something to send
 
-httptools has no such bounds: it joins the pieces of a header as long as they come, and the whole
-process is blocked meanwhile. `controlplane.serve` starts the server with this class.
+httptools has no such bounds: it joins the pieces of a header as long as they come, which blocks the
+whole process. `controlplane.serve` starts the server with this class.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ MAX_HEAD_BYTES = 32 * 1024
 MAX_HEADERS = 100
 #: Seconds from the first byte of a request, or the connection, to the end of its headers.
 HEAD_S = 12.0
-#: In each such time a body must bring so many bytes, unless nobody reads it.
+#: Seconds of a window. In each a body must bring MIN_WINDOW_BYTES, unless nobody reads it.
 BODY_WINDOW_S = 30.0
 MIN_WINDOW_BYTES = 16 * 1024
-#: How long the rest of a body is read that was answered early.
+#: Seconds for which the rest of a body is read after an early answer.
 LEFTOVER_S = 12.0
-#: In each such time a client must read something of its answer.
+#: Seconds within which a client must read some more of its answer.
 WRITE_S = 120.0
 #: Chunk sizes, their extensions and trailers between two pieces of a body.
 MAX_FRAMING_BYTES = 32 * 1024
-#: Of a body in chunks: each costs a call of the parser, so many small ones would block the process.
-#: So many are free; beyond them the average chunk must have so many bytes.
+#: Number of a body's chunks that may have any size; beyond it the average chunk must have
+#: MIN_CHUNK_BYTES. Each chunk costs a call of the parser: many small ones would block the process.
 FREE_CHUNKS = 2048
 MIN_CHUNK_BYTES = 256
 #: Requests of one connection that may wait for the one before them.
 MAX_PIPELINED = 32
 #: The parser gets heads in such pieces, so that it never joins much before a check.
 _SLICE_BYTES = 16 * 1024
-#: How often a connection is checked: the times above may be longer by so much.
+#: Seconds between two checks of a connection, by which the times above may be longer.
 _LOOK_S = 2.0
-#: Refused connections are read on so long, or the refusal may be lost; so many at a time.
+#: Seconds for which a refused connection is still read; without them the refusal may be lost.
 _LINGER_S = 1.0
+#: Number of refused connections that are read at a time.
 _MAX_LINGERING = 64
 #: Open files that the process needs beside its clients' connections.
 _OWN_FILES = 256
@@ -136,8 +137,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._fault: tuple[int, str, str] | None = None
         self._phase = _Phase.HEAD
         self._since = self.loop.time()  # the phase, or the window of a body
-        self._head_bytes = 0  # of the request line and headers that are read
-        self._fed_bytes = 0  # to the parser in this head: more than it has read
+        self._head_bytes = 0  # size of the request line and headers that are read
+        self._fed_bytes = 0  # given to the parser in this head: more than it has read
         self._num_headers = 0
         self._window_bytes = self._framing_bytes = 0
         self._body_bytes = self._num_chunks = 0
@@ -194,8 +195,10 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(*(self._fault or (400, "invalid_http", "This is no HTTP/1.1 request.")))
 
     def _without_upgrade(self) -> bytes:
-        """The head again, for a parser that goes on behind it: to the last one, whoever asks for
-        another protocol sends no body. (Java's client asks for HTTP/2 with its first request.)"""
+        """Return the head without the wish for another protocol, for a new parser.
+
+        The old one expects no body after such a wish, and Java's client asks for HTTP/2 with its
+        first request."""
         if self.parser.get_method() == b"CONNECT":
             self._fail(405, "method_not_allowed", "CONNECT is not allowed here.")
         lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
@@ -347,7 +350,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._end_softly()
 
     def _has_begun_other(self) -> bool:
-        """Whether another answer has begun, or is to be sent before this one."""
+        """Return whether another answer has begun, or is to be sent before this one."""
         return self.cycle.response_started or self._phase is not _Phase.BODY
 
     def _end_softly(self) -> None:
@@ -377,7 +380,7 @@ def refusal(
 
 @functools.cache
 def _door(config: Config) -> Door:
-    """The server's one door."""
+    """Return the one counter of the server's connections."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         files = 1 << 20

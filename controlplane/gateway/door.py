@@ -1,4 +1,4 @@
-"""The one door of /v1: each request goes through `gateway_view`, and in this order.
+"""The path of requests to /v1: each goes through `gateway_view`, in this order.
 
     bounds        the web server's, and `body_limit`, before Django sees the request
     the key       once, before the body is parsed: from memory, or in one visit to the database
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GatewayRequest:
-    """A request on its way through the door.
+    """A request on its way through `gateway_view`.
 
     http        as Django has it
     line        its line in the log, which has its ids
@@ -82,7 +82,7 @@ class GatewayRequest:
         authorize(self.principal, permission)
 
     async def parse(self, parse: Callable[[bytes], _T]) -> _T:
-        """Return the parsed body; a long one is parsed in a thread, so that others go on."""
+        """Return the parsed body; a long one is parsed in a thread, so as not to delay others."""
         sent = self.http.read()  # `body` has a smaller bound of its own
         return parse(sent) if len(sent) <= LONG_BODY_BYTES else await asyncio.to_thread(parse, sent)
 

@@ -12,14 +12,14 @@ from contract.protocol import TokenEvent
 from controlplane.errors import ApiError
 from controlplane.inference.service import Generation
 
-#: A stream without events for this long begins, or goes on, with a comment.
+#: Seconds without an event after which a stream sends a comment, also as its beginning.
 KEEP_ALIVE_S = 10.0
 #: A comment: clients skip it, proxies see that the connection lives.
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Writer(Protocol):
-    """How an API writes the events of one request."""
+    """The form in which an API writes the events of one request."""
 
     def opening(self) -> Iterable[bytes]:
         """Return what a stream begins with."""

@@ -1,7 +1,7 @@
 """Views of /v1 that read and write rows: Django REST framework's, run in a thread as the caller.
 
-What they share with the rest of /v1 (headers, errors, the caller's key) stays in `door`, around the
-thread; a view in the thread raises ApiError and what the database raises.
+`gateway_view` does the parts that they share with the rest of /v1 (headers, errors, the caller's
+key) around the thread; a view in the thread raises ApiError and the database's errors.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from controlplane.inference.tools import MAX_TOOLS, Tool, bounded
 from controlplane.tenants.permissions import Permission
 
 MAX_TOKENS = 131_072
-#: Of a body: 8 bytes for each token. A longer text would keep a worker busy.
+#: Bytes of a body, 8 for each token. A longer text would keep a worker busy.
 MAX_BODY_BYTES = 1 << 20
 #: The most that an older worker, which does not know the task, generates.
 _MOST_GENERATED = 1

@@ -37,7 +37,7 @@ from controlplane.tenancy.model_scope import allows_model, refusal
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 
-#: Of one blend; the engine's own bound.
+#: Number of adapters in one blend; the engine has the same bound.
 MAX_PARTS = 8
 Target = AliasPart.Target
 #: How alike two names must be, from 0 to 1, for one to be suggested for the other.
@@ -47,9 +47,9 @@ _LISTED = "GET /v1/models lists what this key can name."
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What answers: a base model with the weighted sum of `parts`, or alone if there are none.
+    """A model that answers: a base with the weighted sum of `parts`, or alone without parts.
 
-    The last three are of a request whose model is an alias.
+    The last three are set for a request whose model is an alias.
     """
 
     name: str
@@ -74,9 +74,9 @@ class Caller:
 
 
 class _Known(NamedTuple):
-    """What a name means to a key, and the limits of that, as the database said.
+    """The model that a name stands for with a key, and its limits, as the database had them.
 
-    model, limits  of an alias: its primary's
+    model, limits  for an alias, those of its primary
     """
 
     model: ResolvedModel

@@ -1,4 +1,4 @@
-"""What an alias gives to requests that do not say it themselves: schema, system prompt, sampling.
+"""The defaults of an alias for requests that do not set them: schema, system prompt, sampling.
 
 A body's own fields always hold. So does a system or developer message of its own, in place of the
 alias's, and a `response_format`, also one of type text.

@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-#: Of one object; more than any body has.
+#: Number of fields in one object; more than any body has.
 MAX_FIELDS = 100
 #: For lists of unbounded length: stop at the first fault. Otherwise pydantic keeps an error, of a
 #: kilobyte or two, for each faulty item.

@@ -21,15 +21,15 @@ from controlplane.inference.ebnf import BadGrammar, to_lark
 from controlplane.inference.json_schema import checked_pattern, checked_schema
 from controlplane.infra import finite_json
 
-#: Of a schema that comes as text; once read it has the bounds of all schemas.
+#: Length of a schema that comes as text; once read it has the bounds of all schemas.
 MAX_SCHEMA_CHARS = 128 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What an answer must match: exactly one of the last four is set.
+    """The form that an answer must have: exactly one of the last four is set.
 
-    field  of the body that it came from
+    field  the body's field that it came from
     """
 
     field: str
@@ -96,9 +96,9 @@ _TGIS = {
 
 
 class ResponseFormat(Body):
-    """OpenAI's types and two more: `regex`, which the whole answer matches, and `choice`, one of
-    which it is. LoRAX gives `json_object` a `schema`; TGI, which also calls it `json`, gives each a
-    `value`."""
+    """OpenAI's types and two more: `regex`, which the whole answer matches, and `choice`, a list of
+    all possible answers. LoRAX gives `json_object` a `schema`; TGI, which also calls it `json`,
+    gives each a `value`."""
 
     type: Literal["text", "json_object", "json", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
@@ -163,7 +163,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: Unset = None
     disable_any_whitespace: Unset = None
     disable_additional_properties: Unset = None
-    # Of vLLM's own backends: there is one here.
+    # Options for vLLM's choice of a backend; here there is only one.
     disable_fallback: bool | None = None
     backend: Annotated[str | None, Field(max_length=100)] = None
 

@@ -39,7 +39,7 @@ _BOUNDS = {
 
 
 def is_other(detail: ErrorDetails) -> bool:
-    """Whether the value is none of a type or list of values, of which a union may have others."""
+    """Return whether the value is not of one type or list of values; a union may have others."""
     return detail["type"] in _NOUNS or detail["type"] == "literal_error"
 
 

@@ -1,4 +1,4 @@
-"""What an answer's headers tell of its model's end."""
+"""The headers of an answer that announce its model's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of chat bodies and their parts, of which all are text here."""
+"""The messages of chat bodies and their parts, which are all text here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextPart(Replayed):
 
 
 class RefusalPart(Replayed):
-    """What an assistant said in place of an answer."""
+    """The refusal that an assistant gave in place of an answer."""
 
     type: Literal["refusal"]
     refusal: str

@@ -1,4 +1,4 @@
-"""What a request names as its model, before it is looked up."""
+"""The names that a request gives as its model, before they are looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Django looks for this app's models: the log's row of a request keeps the app's label."""
+"""The models that Django finds for this app: a request's row in the log keeps its label."""
 
 from controlplane.requestlog.inference_request import InferenceRequest
 

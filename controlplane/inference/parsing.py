@@ -51,7 +51,7 @@ def _to_invalid_request(error: ValidationError, given: Any) -> InvalidRequest:
         if "recursion limit" in first["msg"]:
             return InvalidRequest("The body is nested too deeply.")
         return InvalidRequest(f"The body is not valid JSON: {first['msg'][:300]}.")
-    # Of the members of a union that failed, the one that got furthest says most.
+    # The member of a union that got furthest before it failed says most.
     paths = [_path(detail, given) for detail in details]
     best = max(
         range(len(details)), key=lambda index: (len(paths[index]), not is_other(details[index]))
@@ -77,7 +77,7 @@ def _path(detail: ErrorDetails, given: Any) -> list[str]:
 def _describe(detail: ErrorDetails, path: list[str], others: list[ErrorDetails]) -> InvalidRequest:
     kind, message = detail["type"], words_of(detail)
     if kind in ("value_error", "missing") and ": " in message:
-        # Of a whole object: "field: what is wrong".
+        # A message about a whole object: "field: what is wrong".
         field, problem = message.split(": ", 1)
         if " " not in field:  # else it is a sentence with a colon
             path, message = [*path, field], problem

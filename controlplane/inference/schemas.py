@@ -34,14 +34,14 @@ from controlplane.inference.tools import (
 
 MAX_MESSAGES = 2048
 MAX_STOPS = 4
-#: Of `n`.
+#: Number of choices that `n` may ask for.
 MAX_CHOICES = 16
-#: Of one request to /v1/completions; also the most answers to all of them.
+#: Number of prompts in one request to /v1/completions; also of answers to all of them.
 MAX_PROMPTS = 64
 MAX_STOP_CHARS = 500
 MAX_LOGIT_BIASES = 1024
 MAX_MODEL_CHARS = 200
-#: Of one blend; the engine's own bound.
+#: Number of adapters in one blend; the engine has the same bound.
 MAX_ADAPTERS = 8
 MAX_WEIGHT = 100.0
 INT64 = 2**63 - 1
@@ -98,13 +98,13 @@ class StreamOptions(Body):
 
     @property
     def shows_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         is_continuous = self.continuous_usage_stats and self.include_usage is not False
         return bool(self.include_usage or is_continuous)
 
     @property
     def is_continuous(self) -> bool:
-        """Whether each chunk has the usage so far."""
+        """Return whether each chunk has the usage so far."""
         return self.shows_usage and bool(self.continuous_usage_stats)
 
 
@@ -198,7 +198,7 @@ class GenerationBody(Constrained):
 
     @property
     def is_flex(self) -> bool:
-        """Whether the request is served as a batch's: with the capacity that others leave."""
+        """Return whether the request is served like a batch's: with capacity that others leave."""
         return self.tier == "flex"
 
     @property
@@ -248,7 +248,7 @@ TemplateOptions = Annotated[
 
 
 def _no_functions(value: Any) -> Any:
-    """Drop the modes of `functions`, of which there are none here."""
+    """Drop the modes "none" and "auto", which change nothing: there are no `functions` here."""
     return None if value in ("none", "auto") else value
 
 
@@ -263,7 +263,7 @@ class PromptCacheOptions(Body):
     ] = None
 
 
-#: Of OpenAI's, about what asks for a judgement of prompts and answers.
+#: Options of OpenAI's API that ask for a judgement of prompts and answers.
 Moderation = Annotated[
     Any, refused("nothing here moderates prompts or answers; leave it out", also_empty=True)
 ]

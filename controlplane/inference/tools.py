@@ -13,9 +13,9 @@ from controlplane.inference.bodies import Body, Replayed, unsupported
 from controlplane.inference.json_schema import checked_schema
 
 MAX_TOOLS = 128
-#: Of all tools of a request together, as JSON.
+#: Bytes of all tools of a request together, as JSON.
 MAX_TOOLS_BYTES = 256 * 1024
-#: Of all tools together: each object in a schema may be another schema to check.
+#: Number of objects in all tools together: each may be another schema to check.
 MAX_TOOLS_OBJECTS = 4000
 MAX_CALLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -46,7 +46,7 @@ class Admitter:
         context_length: int,
         batch_stream: BatchReplyStream | None,
     ) -> Admitted | Refusal:
-        """Return whether the queue has the job now, and what of its limits is left.
+        """Return whether the queue has the job now, and how much of its limits is left.
 
         Raises Unavailable when it must ask the database for a budget, and that does not answer.
         """

@@ -3,7 +3,7 @@ from django.apps import AppConfig
 
 class QueueConfig(AppConfig):
     name = "controlplane.queue"
-    label = "delivery"  # of its tables and migrations, which are older than the package's name
+    label = "delivery"  # its tables and migrations are older than the package's name
 
     def ready(self) -> None:
         from controlplane.adapters import promotion

@@ -64,8 +64,8 @@ class BatchReplyStream:
         self._attempts: dict[int, int] = {}
         self._under_way: set[int] = set()
         self._lines: dict[str, int] = {}  # request id -> line, of the attempts that count
-        self._pending_lines: dict[str, dict[str, Any]] = {}  # of requests that were found under way
-        self._news: dict[str, list[TokenEvent]] = {}  # of requests that are not settled
+        self._pending_lines: dict[str, dict[str, Any]] = {}  # for requests found under way
+        self._news: dict[str, list[TokenEvent]] = {}  # events for requests that are not settled
         self._entries: dict[bytes, set[str]] = {}  # -> the requests that still need them
         self._spent: list[bytes] = []
         self._landed: list[int] = []  # lines that are not under way any more
@@ -101,7 +101,7 @@ class BatchReplyStream:
         return self._under_way.copy()
 
     def is_under_way(self, request_id: str) -> bool:
-        """Whether the request was admitted: its answer is here, or will come."""
+        """Return whether the request was admitted: its answer is here, or will come."""
         return self._lines.get(request_id) in self._under_way
 
     def num_attempts(self, line: int) -> int:
@@ -224,10 +224,10 @@ class BatchReplyStream:
 
 
 async def shielded(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await `work`; a cancellation ends the waiting, and the work goes on by itself.
+    """Await `work`; a cancellation ends the waiting, but not the work.
 
     For commands to Redis: its client sends with `asyncio.wait_for`, which before Python 3.12 may
-    lose a cancellation, so that the cancelled task would go on.
+    lose a cancellation, so that the cancelled task would keep running.
     """
     return await asyncio.shield(asyncio.create_task(work))
 

@@ -1,4 +1,4 @@
-"""How many workers a base model needs now: a number for an autoscaler."""
+"""The number of workers that a base model needs now, for an autoscaler."""
 
 from __future__ import annotations
 

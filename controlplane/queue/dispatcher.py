@@ -110,7 +110,7 @@ class Dispatcher:
     async def batch_stream(
         self, batch_id: uuid.UUID, fence: int
     ) -> AsyncIterator[BatchReplyStream]:
-        """Open a batch's reply stream and read it meanwhile. Raises Fenced, and Unavailable."""
+        """Open a batch's reply stream and read it inside the block. Raises Fenced, Unavailable."""
         batch_stream = BatchReplyStream(self._redis, self._pool, batch_id, fence)
         await batch_stream.open()
         await self._reply_reader.add(batch_stream)
@@ -129,8 +129,8 @@ class Dispatcher:
     ) -> tuple[Reply, Admitted]:
         """Have a job accepted. Whoever gets the reply must leave it in the end (`replies.leave`).
 
-        batch_stream  where the job is answered: it goes on when it is left, and one that is
-                      under way there is not sent again
+        batch_stream  where the job is answered: it keeps running when its reply is left, and one
+                      that is under way there is not sent again
         Raises RateLimited when the tenant's limits refuse it, Unavailable when no worker serves
         the base model, too much is waiting, or the queue does not answer; Fenced.
         """
@@ -207,7 +207,7 @@ class Dispatcher:
 async def _keep_up(loop: Callable[[], Awaitable[None]]) -> None:
     """Run a loop for ever; log an unexpected error and begin again.
 
-    Without the loop the gateway would go on and hear nothing."""
+    Without the loop the gateway would keep running but receive nothing."""
     while True:
         try:
             await loop()

@@ -30,12 +30,12 @@ def file_rewrite_if_due(client: Any) -> bool:
         if not state.get("aof_enabled"):
             return False  # it would write one all the same
         if state.get("aof_last_bgrewrite_status") != "ok":
-            log.error("Redis could not write its file anew: ended requests' words are still in it")
+            log.error("Redis could not rewrite its file: ended requests' words are still in it")
         if client.config_get("aof-use-rdb-preamble").get("aof-use-rdb-preamble") != "no":
             # Blocks of streams would be copied as they are in memory, with what was deleted.
             log.warning("Redis needs --aof-use-rdb-preamble no to forget ended requests' words")
         client.bgrewriteaof()
-    except ResponseError as error:  # one is going on, or this user may not
-        log.warning("Redis does not write its file anew: %s", error)
+    except ResponseError as error:  # a rewrite is under way, or this user may not
+        log.warning("Redis does not rewrite its file: %s", error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a gateway knows of its pool's workers, as of about a second ago."""
+"""A gateway's view of its pool's workers, at most about a second old."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class KnownWorkers:
                 raise Unavailable(f"No worker serves {base_model} now.", retry_after_s=5)
 
     async def _may_return(self, base_model: str) -> bool:
-        """Whether a worker of it left so lately that requests may wait for the next one."""
+        """Return whether a worker left so recently that requests may wait for the next one."""
         pipe = self._redis.pipeline(transaction=False)
         queue = fair_queue.queue_key(self._pool, base_model)
         pipe.time().zscore(fair_queue.served_key(self._pool), queue)

@@ -55,8 +55,7 @@ class OpenReplies:
         del self._replies[reply.request_id]
 
     def leave(self, reply: Reply) -> None:
-        """Be done with a reply. One that has not ended is cancelled, unless it goes on without
-        its client."""
+        """Forget a reply; cancel it if it has not ended and nobody but its client reads it."""
         if self._replies.get(reply.request_id) is not reply:
             return  # left already, or another reply waits for the request now
         del self._replies[reply.request_id]

@@ -1,6 +1,6 @@
 """Take over the requests of dead workers. Every gateway and accountant runs a reaper.
 
-A request of which nothing was delivered goes back to the front of its queue; one that was partly
+A request without delivered tokens goes back to the front of its queue; one that was partly
 delivered, cancelled or given up ends here. Each step is one script that checks that the worker is
 still dead and fences it with a new lease. So two reapers, or a reaper and a worker that wakes, are
 safe beside each other; they take turns only to save work.
@@ -54,7 +54,7 @@ class _Seized:
 
 
 class Reaper:
-    """The reaper of one pool. `turn` may raise redis.exceptions.RedisError; the next goes on."""
+    """The reaper of one pool. After a redis.exceptions.RedisError, call `turn` again."""
 
     def __init__(self, redis_url: str, pool: str) -> None:
         self._redis: Any = redis.Redis.from_url(

@@ -30,11 +30,11 @@ class Reply:
         self.is_ended = False
         self.first_at: float | None = None  # seconds of the event loop's clock
         self.last: TokenEvent | None = None
-        #: Of the first event: how long it waited, and where its slowest adapter was found.
+        #: Figures of the first event: how long it waited, and where its slowest adapter was found.
         self.queue_ms: float | None = None
         self.tier: str | None = None
         self.is_forgotten = False  # Redis has lost it
-        #: When its client leaves: somebody else will read the answer.
+        #: True if the job keeps running when its client leaves: somebody else will read the answer.
         self.goes_on = is_batch_stream(job.gateway_id)
         self.note_heard()
         self._has_one_choice = job.num_choices == 1
@@ -115,7 +115,7 @@ class Reply:
         self._end(FinishReason.CANCELLED)
 
     def _is_last(self, event: TokenEvent) -> bool:
-        """Whether nothing follows: a choice's end is the request's if it has only one choice."""
+        """Return whether nothing follows; the end of a request's only choice is the request's."""
         if event.usage is not None or event.error_code is not None:
             return True
         return self._has_one_choice and event.finish_reason is not None

@@ -20,7 +20,7 @@ BLOCK_MS = 2000
 #: Entries of a stream that are read at a time, so that a gateway with many serves others too.
 READ_ENTRIES = 200
 RETRY_S = 0.2
-#: A gateway that sent no heartbeat for so long is forgotten.
+#: Seconds without a heartbeat after which a gateway is forgotten.
 FORGET_S = 60
 #: An entry without events: it ends a read that waits, so that the next one has all streams.
 _NUDGE = b"[]"
@@ -48,7 +48,7 @@ class ReplyReader:
     async def say_alive(self) -> None:
         """Send the heartbeat of this gateway; workers cancel the jobs of one that sends none.
 
-        Batch streams are named in it for older workers: newer ones always go on with their jobs.
+        Batch streams are named in it for older workers: newer ones always finish their jobs.
         Raises what Redis's client raises.
         """
         open_now = [batch_stream.gateway_id for batch_stream in self._batch_streams.values()]
@@ -71,7 +71,7 @@ class ReplyReader:
             del self._batch_streams[batch_stream.out]
 
     async def read_loop(self) -> None:
-        """Deliver events for ever; after a reconnection, go on from the last ids read."""
+        """Deliver events for ever; after a reconnection, continue from the last ids."""
         while True:
             streams = {box.out: box.last_id for box in self._batch_streams.values()}
             streams[self._out] = self._last_id

@@ -1,6 +1,6 @@
-"""Where the pool's workers have adapters, and how to have them there before requests do.
+"""The adapters that the pool's workers have, and prefetches that bring them before requests do.
 
-A heartbeat says where; a message on the worker's control stream asks for it (`Control.PREFETCH`).
+A heartbeat lists them; a message on the worker's control stream asks for one (`Control.PREFETCH`).
 Workers of old versions ignore the message: they count as not ready, and nobody waits for them.
 """
 
@@ -35,13 +35,13 @@ from controlplane.tenancy.model_scope import may_name
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-#: Calls of one process that wait at a time, and of one tenant; others ask and go on.
+#: Number of calls that wait at a time, of one process and of one tenant; others do not wait.
 MAX_WAITS, MAX_WAITS_OF_TENANT = 8, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefetched:
-    """How many workers serve the base model, and how many of them have the adapter at hand."""
+    """The number of workers that serve the base model, and of those that have the adapter."""
 
     workers: int
     ready: int
@@ -49,7 +49,7 @@ class Prefetched:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where one worker has a version.
+    """The place of a version in one worker.
 
     worker     a name that says nothing of the worker, and is another one for each tenant
     is_pinned  whether it stays there while nobody asks for it
@@ -64,7 +64,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residency:
-    """Where all workers of the base model have a version."""
+    """The places of a version in all workers of its base model."""
 
     version: AdapterVersion
     places: list[Place]
@@ -257,7 +257,7 @@ def prefetched(versions: Sequence[AdapterVersion], *, timeout_s: float | None = 
 
     Returns after that time all the same, and at once without workers, without Redis, inside a
     transaction, or when many others wait already: whoever switches to them then does so without. A
-    worker that comes meanwhile counts too.
+    worker that starts in that time counts too.
     """
     if timeout_s is None:
         timeout_s = settings.PREFETCH_WAIT_S
@@ -288,7 +288,7 @@ def _prefetched(versions: Sequence[AdapterVersion], timeout_s: float) -> Prefetc
                 if not lacking & able or time.monotonic() >= end:
                     return found
                 if not connection.in_atomic_block:
-                    connection.close()  # others need it meanwhile; the next query takes a new one
+                    connection.close()  # others need it; the next query takes a new one
                 time.sleep(POLL_S)
     except Unavailable as error:
         log.warning("versions could not be prefetched: %s", error.message)

@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 PINNED, WARM = AliasRevision.Warmth.PINNED.value, AliasRevision.Warmth.WARM.value
 #: Versions that one tenant may have kept in each way; the others are cold.
 MAX_OF_TENANT = {PINNED: 4, WARM: 16}
-#: A pin lasts for so many turns.
+#: Number of turns that a pin lasts.
 _PIN_TURNS = 6
-#: Messages to one worker in a turn; the next turn goes on with those that come after them.
+#: Number of messages to one worker in a turn; the next turn sends the following ones.
 MAX_MESSAGES = 256
 
 

@@ -33,7 +33,7 @@ class WorkerStatus:
 
     @property
     def may_return(self) -> bool:
-        """Whether its last heartbeat is so recent that it is probably being restarted."""
+        """Return whether its last heartbeat is recent: it is probably being restarted."""
         return self.silent_s < protocol.WORKER_GRACE_S
 
 
@@ -78,7 +78,7 @@ def read_statuses(
 
 
 def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
-    """Whether a worker takes requests for the base model, or is probably being restarted."""
+    """Return whether a worker takes the base model's requests, or is probably restarting."""
     return any(
         worker.heartbeat.base_model == base_model
         and not worker.heartbeat.draining

@@ -50,7 +50,7 @@ class InferenceRequest(TenantModel):
     drafts = models.JSONField(null=True)
 
     class Meta:
-        app_label = "inference"  # of its table and migrations
+        app_label = "inference"  # kept for its table and migrations
         indexes = [models.Index(fields=["tenant", "accepted_at"])]
 
     def __str__(self) -> str:

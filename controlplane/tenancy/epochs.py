@@ -74,7 +74,7 @@ class Stamp(NamedTuple):
 
 
 _known: Time | None = None
-#: Of this process, while it runs.
+#: Reader of this process, while it runs.
 _reader: EpochReader | None = None
 
 

@@ -35,7 +35,7 @@ class Kept(NamedTuple, Generic[_V]):
     """An earlier answer of the database.
 
     asked      from before the query, which may take long
-    tenant_id  whose it is; None: the platform's
+    tenant_id  the tenant that it belongs to; None: the platform
     """
 
     value: _V
@@ -59,7 +59,7 @@ class Lookup(Generic[_K, _V]):
         num_bytes: Callable[[_V], int] | None = None,
     ) -> None:
         self.max_entries, self.max_bytes = max_entries, max_bytes
-        #: Of all answers together.
+        #: Bytes of all kept answers together.
         self.num_bytes = 0
         self._fresh_s = fresh_s
         self._bytes_of = num_bytes or (lambda value: 0)

@@ -63,12 +63,12 @@ class Principal:
 
     @property
     def permissions(self) -> frozenset[Permission]:
-        """What the role allows; for a key, what its scopes allow as well."""
+        """The permissions of the role; for a key, only those that its scopes allow, too."""
         return PERMISSIONS[self.role] if self.api_key is None else key_permissions(self.api_key)
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What log lines say of the caller."""
+        """The caller's fields in log lines."""
         return {
             "tenant_id": str(self.tenant.id),
             "tenant": self.tenant.slug,

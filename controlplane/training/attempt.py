@@ -15,11 +15,11 @@ from controlplane.training.models import TrainingRun
 from controlplane.usage.training import training_usage_add, training_usage_remove
 
 CPU = "cpu"
-GOES_ON = "The job goes on after step"
+GOES_ON = "The job continues after step"
 
 
 class Attempt:
-    """What one attempt has told and used; `settle` writes it when the attempt ends.
+    """The record of one attempt: events and usage. `settle` writes it when the attempt ends.
 
     has_advanced  whether the run's state was saved later than where the attempt before began
     """
@@ -100,7 +100,7 @@ class Attempt:
             del self._warnings[0]
 
     def _last_began_after(self) -> int:
-        """Return the step after which an earlier attempt went on, of the last that did; 0: none."""
+        """Return the step after which the last resumed attempt began; 0: none was resumed."""
         began = self.run.events.filter(message__startswith=GOES_ON).order_by("-pk")
         return int(began.values_list("data__step", flat=True).first() or 0)
 

@@ -1,4 +1,4 @@
-"""Ends an attempt at a run: for good, until somebody resumes it, or to be made again.
+"""The ends of an attempt at a run: final, until somebody resumes it, or before another attempt.
 
 Each checks that the run is still that attempt's, as all writes of a trainer do.
 """
@@ -25,7 +25,7 @@ from controlplane.training.trainer import LOST, MAX_ERROR_CHARS
 
 log = logging.getLogger(__name__)
 
-#: How often in a row an attempt may end for one named reason before the run's state is saved anew.
+#: Number of attempts in a row that may end for one named reason, without a newer saved state.
 MAX_ATTEMPTS = 3
 #: The same for trainers that were lost: killed from outside, as a deploy or a machine that restarts
 #: does several times within a minute, or by the run's own use of memory; nobody can tell which.
@@ -110,7 +110,7 @@ def run_abandon(run: TrainingRun, attempt: Attempt) -> None:
     )
     if moved and status == Status.PAUSED:
         attempt.settle()
-        events.event_add(run, "The job was paused; resumed, it goes on from here")
+        events.event_add(run, "The job was paused; resumed, it continues from here")
         record("paused", run)
     elif moved:
         attempt.settle()

@@ -1,4 +1,4 @@
-"""What happens to a run, as its owner reads it: messages, and the metrics of its steps."""
+"""The events of a run, as its owner reads them: messages, and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from controlplane.training.models import TrainingEvent, TrainingRun
 
 Level, Kind = TrainingEvent.Level, TrainingEvent.Kind
 
-#: Of one attempt, steps whose metrics are kept: of a longer run every second, third … step.
+#: Number of steps per attempt whose metrics are kept; in a longer run every second, third … one.
 MAX_METRICS = 500
 #: Metrics of runs that ended longer ago are removed; their messages stay as long as the run.
 KEPT = dt.timedelta(days=90)
@@ -76,7 +76,7 @@ class StepMetrics:
 
 
 def events_sweep() -> int:
-    """Remove old metrics of all tenants. -> how many; the next sweep goes on."""
+    """Remove old metrics of all tenants, at most MAX_PER_TURN. -> their number."""
     before = timezone.now() - KEPT
     with all_tenants(reason="old metrics of all tenants are removed"):
         old = TrainingEvent.objects.filter(

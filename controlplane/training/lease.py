@@ -48,7 +48,7 @@ class RunLease(RowLease[TrainingRun]):
 def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
     """Do what may be done twice, again while the database or the store is away.
 
-    Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.
+    Raises TrainingAbandoned when somebody else has taken the run, or it is to be cancelled.
     """
     give_up_at = time.monotonic() + MAX_WAIT_S
     lease, is_sure = RunLease(run), True
@@ -69,9 +69,9 @@ def with_retry(run: TrainingRun, status: Status, work: Callable[[], _T]) -> _T:
 
 
 def while_held(run: TrainingRun, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the pieces of a long fetch, and hold on to the run meanwhile.
+    """Yield the pieces of a long fetch, and renew the run's lease between them.
 
-    Raises TrainingAbandoned when the run is somebody else's meanwhile, or is to be cancelled.
+    Raises TrainingAbandoned when somebody else has taken the run, or it is to be cancelled.
     """
     lease, renew_at = RunLease(run), time.monotonic() + _RENEW_S
     for piece in pieces:

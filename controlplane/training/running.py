@@ -152,7 +152,7 @@ class RunningRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run's adapter is there."""
+        """Return whether the run's adapter is there."""
         return self._told.is_done
 
     def note(self, event: Event) -> None:
@@ -187,7 +187,7 @@ class RunningRun:
             self._write_progress()
         except DATABASE_OUTAGE as error:
             # Nobody else can take the run while the database is away; later the lease is checked.
-            log.warning("training goes on without the database: %r", error)
+            log.warning("training continues without the database: %r", error)
             connection.close()
         self._adapters.publish_if_due()
         if problem := self._state.store_if_due(self._told.saved_step):

@@ -1,4 +1,4 @@
-"""A run's state in the object store, from which a trainer on another machine goes on.
+"""A run's state in the object store, from which a trainer on another machine resumes.
 
 The child, which has no keys of the store, writes states beside its job; the task copies them. Each
 attempt has a key of its own: a trainer that was considered lost replaces no newer state.
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STORE_BYTES_PER_S = 100e6
 #: Where the child writes it, in the run's folder: as `worker.training.disk` does.
 CHECKPOINT = Path("checkpoint") / "checkpoint.safetensors"
-#: The last good state of a run that failed is kept so long.
+#: Time for which the last good state of a failed run is kept.
 KEPT = dt.timedelta(days=7)
 #: Runs whose states one sweep removes.
 MAX_PER_SWEEP = 1000
@@ -175,7 +175,7 @@ class SavedState:
         rows.update(stored_step=step, stored_bytes=num_bytes)
 
     def store_now(self, step: int) -> None:
-        """Copy the newest state, and wait: the run is to be gone on with elsewhere, too."""
+        """Copy the newest state and wait for it, so that another machine can resume the run."""
         self._due_at = 0.0
         self._wait()
         self.store_if_due(step)
@@ -206,7 +206,7 @@ class SavedState:
         except storage.STORAGE_ERRORS as error:
             log.warning("a training's state was not stored: %r", error)
             self._not_stored(
-                "The object store does not take the job's state; the job goes on, and its state "
+                "The object store does not take the job's state; the job continues, and its state "
                 "is on the trainer's disk"
             )
         else:

@@ -1,4 +1,4 @@
-"""What a run needs of whoever trains it, and what a trainer tells. Does not use the database."""
+"""The interface of trainers, and the events that they tell. Does not use the database."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Trainer(Protocol):
 
 
 class Told:
-    """What a trainer has told of one run.
+    """The events that a trainer has told of one run.
 
     progress    its newest, with what its other events said that is to be seen beside it
     saved_step  the step of the newest state on the disk

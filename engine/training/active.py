@@ -46,19 +46,19 @@ class ActiveRun:
 
     @property
     def is_validating(self) -> bool:
-        """Whether its last step is being validated: its next rows are held-out ones."""
+        """Return whether its last step is being validated: its next rows are held-out ones."""
         return self.validation is not None and self.validation.made is not None
 
     @property
     def piece(self) -> Piece:
-        """What the run's next micro-batch takes of it."""
+        """The rows of the run that the next micro-batch takes."""
         if self.validation is not None and self.is_validating:
             return self.validation.piece
         return self._pieces[self._next]
 
     @property
     def is_step_whole(self) -> bool:
-        """Whether every row of the step has gone through a micro-batch: the update is due."""
+        """Return whether all rows of the step went through a micro-batch: the update is due."""
         return self._next == len(self._pieces)
 
     def pass_piece(self, loss: float) -> None:
@@ -68,7 +68,7 @@ class ActiveRun:
         self._next += 1
 
     def update(self) -> RunStep:
-        """What the optimiser does when the step is whole."""
+        """Return the optimiser's update that is due when the step is whole."""
         settings = self.request.settings
         return RunStep(
             first=self.span.first,
@@ -83,7 +83,7 @@ class ActiveRun:
         )
 
     def end_step(self) -> None:
-        """Go on to the next step."""
+        """Count the step as done and plan the next one."""
         self.step += 1
         self.tokens += self._step_tokens
         self._plan_step()

@@ -1,4 +1,4 @@
-"""A run's state between two of its optimiser steps: enough to go on as if nothing had happened.
+"""A run's state between two of its optimiser steps: enough to resume as if never stopped.
 
 Between its updates a run's parameters rest, so a checkpoint is taken whenever the trainer is
 between micro-batches. What the run has gone through of its next step is done again: the order of
@@ -26,7 +26,7 @@ VERSION = 1
 #: The tensors of a checkpoint: flat, as they lie in the run's span of the pool of that name.
 MASTER = "master"
 TENSORS = (MASTER, "first_moment", "second_moment")
-#: Of a run that is validated, once there is one: the masters of its best state.
+#: The masters of the best state so far; only in checkpoints of runs that are validated.
 BEST = "best"
 
 
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None) -> Checkpoint:
-    """The run's state after its last optimiser step; for `between` see `to_host`."""
+    """Return the run's state after its last optimiser step; for `between` see `to_host`."""
     own, validation = run.span.elements, run.validation
     tensors = {name: to_host(getattr(pools, name)[own], between) for name in TENSORS}
     state = {

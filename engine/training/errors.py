@@ -1,4 +1,4 @@
-"""What goes wrong with a training run.
+"""The errors of training runs.
 
     EngineError
     └── TrainingError            internal

@@ -1,4 +1,4 @@
-"""What the trainer says of its runs, in the order in which it happens."""
+"""The events that the trainer reports of its runs, in the order in which they happen."""
 
 from __future__ import annotations
 

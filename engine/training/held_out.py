@@ -124,7 +124,7 @@ def _judge(
 
 
 def _fill(left: Sequence[_Adapter], budget: int) -> list[_Adapter]:
-    """The first, and of the others those whose next piece finds room."""
+    """Return the first adapter, and each further one whose next piece fits into the budget."""
     chosen: list[_Adapter] = []
     for adapter in left:
         tokens = adapter.pieces[0].num_tokens

@@ -15,10 +15,10 @@ _THREADS = {"cpu": 1, "cuda": 4}
 
 
 def draw_initial(layout: AdapterLayout, config: ModelConfig, seed: int) -> torch.Tensor:
-    """A span [size] float32 as `get_peft_model` after `set_seed(seed)` fills it: A random, B zero.
+    """Return a span [size] float32 as `get_peft_model` after `set_seed(seed)` fills it.
 
-    To the bit: for each module in the model's order PEFT draws A and B as linear layers do, and
-    then A again.
+    A is random, B is zero. Equal to the bit: for each module in the model's order PEFT draws A and
+    B as linear layers do, and then A again.
     """
     generator = torch.Generator().manual_seed(seed)
     span = torch.zeros(layout.size)
@@ -38,12 +38,12 @@ def _kaiming(tensor: torch.Tensor, generator: torch.Generator) -> None:
 class InitialAdapters:
     """Draws initial adapters by run id, in threads, so that they are there when the runs begin.
 
-    is_beside_steps  whether steps can go on while a run waits for its adapter
+    is_beside_steps  whether steps are made while a run waits for its adapter
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config = config
-        # On a CPU drawing takes the time of the steps: nothing is gained by going on meanwhile.
+        # On a CPU drawing takes the time of the steps: making steps beside it gains nothing.
         self.is_beside_steps = device.type != "cpu"
         self._most = _THREADS[device.type]
         self._threads = ThreadPoolExecutor(self._most, "initial-adapters")
@@ -51,7 +51,7 @@ class InitialAdapters:
 
     @property
     def has_room(self) -> bool:
-        """Whether another may be drawn ahead."""
+        """Return whether another adapter may be drawn ahead."""
         return len(self._drawn) < self._most
 
     def expect(self, run_id: str, layout: AdapterLayout, seed: int) -> None:
@@ -61,12 +61,12 @@ class InitialAdapters:
             self._drawn[run_id] = drawn
 
     def is_drawn(self, run_id: str, layout: AdapterLayout, seed: int) -> bool:
-        """Whether `take` would not wait; begins to draw."""
+        """Begin to draw, and return whether the adapter is ready: `take` would not wait."""
         self.expect(run_id, layout, seed)
         return self._drawn[run_id].done()
 
     def take(self, run_id: str, layout: AdapterLayout, seed: int) -> torch.Tensor:
-        """The run's span, once it is drawn."""
+        """Wait until the run's span is drawn, and return it."""
         self.expect(run_id, layout, seed)
         return self._drawn.pop(run_id).result()
 

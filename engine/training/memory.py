@@ -1,4 +1,4 @@
-"""How free memory is divided between the runs' parameters and a micro-batch's activations."""
+"""The division of free memory between the runs' parameters and a micro-batch's activations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kernels.training.pools import RANK_BLOCK
 
 # A chunk's logits: in the model's type, and twice in float32 while the loss is computed.
 _LOGIT_COPIES_FP32 = 2
-# Of the memory, what is left for what nobody counts: the allocator's gaps, short-lived products.
+# Share of the memory that is left for uncounted uses: the allocator's gaps, short-lived products.
 _RESERVE = 0.1
-# Of what activations leave at least, were each layer computed again.
+# The pools' smallest share of the memory that stays free if every layer is computed again.
 _LEAST_POOL_SHARE = 0.5
 
 
@@ -33,17 +33,17 @@ class MemoryPlan:
 
 
 def bytes_per_element(dtype: torch.dtype) -> int:
-    """Of the pools: masters, two moments and gradients, and the values unless masters are those."""
+    """Return the bytes of an element in all pools; in float32 the masters are the values, too."""
     return 16 if dtype == torch.float32 else 16 + dtype.itemsize
 
 
 def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a layer keeps of a token in any case: its halves' inputs, and rank rows of 7 linears."""
+    """Return the bytes that a layer always keeps of a token: inputs of its halves, rank rows."""
     return dtype.itemsize * (2 * config.hidden_size + 7 * RANK_BLOCK)
 
 
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a layer that is not computed again keeps of a token besides."""
+    """Return the further bytes of a token in a layer that is not computed again."""
     heads, rotated = config.q_size, config.q_size + config.kv_size
     kept = rotated + config.kv_size + heads + 2 * config.intermediate_size
     return dtype.itemsize * (kept + config.qk_norm * rotated) + 4 * config.num_heads

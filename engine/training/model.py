@@ -94,14 +94,14 @@ class TrainingModel:
     def token_losses(
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
     ) -> torch.Tensor:
-        """The loss of each answer token [N]; forward alone."""
+        """Return the loss of each answer token [N]; forward alone."""
         return self._loss(self._forward(batch, sites, pools), batch)[1]
 
     @torch.no_grad()
     def states(
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
     ) -> torch.Tensor:
-        """What the LM head reads before each answer token [N, E]; forward alone."""
+        """Return the LM head's inputs before each answer token [N, E]; forward alone."""
         hidden = self._forward(batch, sites, pools)
         norm = Norm(self._weights.norm, self.config.rms_norm_eps)
         return norm.forward(hidden[batch.predicting])

@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What a pass through the model takes; segment i is piece i.
+    """The input of one pass through the model; segment i is piece i.
 
     token_ids      [T] int64
     rows           where each row begins, and its tokens' positions
@@ -59,7 +59,7 @@ class MicroBatch:
 
 
 def cut_step(lengths: Sequence[int], budget: int) -> list[int]:
-    """How many of a step's rows go into each of its micro-batches: as many as the budget takes.
+    """Return the number of a step's rows in each of its micro-batches: as many as fit.
 
     lengths  of the step's rows, in order
     -> at least one row each, also where it is longer than the budget; a function of the run's own
@@ -78,7 +78,7 @@ def cut_step(lengths: Sequence[int], budget: int) -> list[int]:
 
 
 def pack(pieces: Sequence[Piece], device: torch.device) -> MicroBatch:
-    """The tensors of these pieces, one after the other."""
+    """Join the tensors of these pieces, one after the other."""
     tokens: list[torch.Tensor] = []
     answers: list[torch.Tensor] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Where each run's parameters lie in the pools.
+"""The places of the runs' parameters in the pools.
 
 All runs share five flat tensors of the same layout (`kernels.training.Pools`). A run owns one span
 of each: its adapter's A and B, module after module, in the order in which PEFT makes them.
@@ -59,7 +59,7 @@ class SpanAllocator:
         return sum(self._given.values())
 
     def take(self, size: int) -> Span | None:
-        """A span of `size` elements, a multiple of SPAN; None: there is no room for it now."""
+        """Take a span of `size` elements, a multiple of SPAN; None: there is no room now."""
         for start in self._starts:
             left = self._sizes[start] - size
             if left < 0:
@@ -114,7 +114,7 @@ class Factor:
 
 
 class AdapterLayout:
-    """Where in its span a run's A [rank, in] and B [out, rank] of every module lie.
+    """The places of a run's A [rank, in] and B [out, rank] of every module in its span.
 
     size        elements of the span
     num_values  of them the adapter's own
@@ -137,7 +137,7 @@ class AdapterLayout:
         self.size = -(-end // SPAN) * SPAN
 
     def tensors(self, pool: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
-        """A and B of every module by PEFT's names: views of the span at `first` of a pool."""
+        """Return A and B of every module by PEFT's names, as views of a pool's span at `first`."""
         found = {}
         for (layer, projection), factors in self.factors.items():
             path = module_path(layer, projection)
@@ -166,7 +166,7 @@ class AdapterLayout:
             view.copy_(given[name])
 
     def placement(self, first: int, layer: int, projection: Projection) -> Placement | None:
-        """Where the kernels find a module of the run whose span begins at `first`."""
+        """Return the place of a module in the pools, for the run whose span begins at `first`."""
         factors = self.factors.get((layer, projection))
         if factors is None:
             return None
@@ -179,7 +179,7 @@ def _aligned(offset: int) -> int:
 
 
 def module_path(layer: int, projection: Projection) -> str:
-    """The dotted path of a linear in Hugging Face's model."""
+    """Return the dotted path of a linear in Hugging Face's model."""
     block = "self_attn" if projection < Projection.GATE else "mlp"
     return f"model.layers.{layer}.{block}.{LINEARS[projection]}"
 
@@ -223,7 +223,7 @@ def clear(pools: Pools, span: Span) -> None:
 
 
 def to_host(span: torch.Tensor, between: Callable[[], None] | None = None) -> torch.Tensor:
-    """A copy on the host; of a GPU's in memory that it writes to directly, which is reused.
+    """Copy a span to the host; from a GPU into pinned memory, which is reused.
 
     between  called after each of its pieces (`copy_in_pieces`)
     """

@@ -28,7 +28,7 @@ Order = Literal["group_by_length", "shuffled", "given"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How one adapter is trained. Names and meanings are those of PEFT and of its Trainer.
+    """The settings of one adapter's training, with the names and meanings of PEFT and its Trainer.
 
     steps                  optimiser steps in all
     batch_size             rows of a batch; `gradient_accumulation` batches make one step, whose
@@ -73,7 +73,7 @@ class RunSettings:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class Unsupported:
 
 
 def unsupported(settings: RunSettings) -> Unsupported | None:
-    """What of the settings the trainer does not do; None: it does all."""
+    """Return the first setting that the trainer does not support; None: it supports all."""
     unknown = [name for name in settings.target_modules if name not in LINEARS]
     targets = f"{unknown[0]!r} is not one of {', '.join(sorted(LINEARS))}" if unknown else ""
     checks = {
@@ -155,14 +155,14 @@ class RunRows:
         self.starts = [0]
         for length in self.lengths:
             self.starts.append(self.starts[-1] + length)
-        # No copy of the marks, of which there may be more than memory has room for.
+        # The marks are not copied: there may be more of them than fit into memory.
         marks = is_answer.view(torch.uint8).numpy()
         starts = np.array(self.starts[:-1], dtype=np.int64)
         self.num_answers: list[int] = np.add.reduceat(marks, starts, dtype=np.int64).tolist()
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> RunRows:
-        """The rows of (token ids, which of them are the answer's)."""
+        """Make rows from pairs of token ids and marks; the answer's tokens are marked true."""
         tokens: list[torch.Tensor] = []
         answers: list[torch.Tensor] = []
         for token_ids, is_answer in rows:
@@ -207,7 +207,7 @@ class HeldOut:
     """Rows that a run is validated with; the state with the least loss on them is its result.
 
     every     steps between two validations; the last step is always followed by one
-    patience  validations without a better loss, after which the run ends; None: it goes on
+    patience  validations without a better loss, after which the run ends; None: it never ends early
     """
 
     rows: RunRows

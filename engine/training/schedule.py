@@ -1,4 +1,4 @@
-"""What changes from step to step of a run: its learning rate, and which rows come next."""
+"""The parts of a run that change from step to step: its learning rate and its next rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowOrder:
         self._rewind()
 
     def epoch(self, number: int) -> list[int]:
-        """The rows of epoch `number`, counted from 0."""
+        """Return the rows of epoch `number`, counted from 0."""
         if self._settings.order == "given":
             return list(range(len(self._lengths)))
         if number < self._number:

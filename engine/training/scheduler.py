@@ -1,4 +1,4 @@
-"""Whose turn it is: which waiting runs begin, and which running ones share the next micro-batch.
+"""The order of runs: which waiting ones begin, and which running ones share a micro-batch.
 
 Tenants take turns by the tokens they were given, as requests do in serving (VTC, arXiv:2401.00588);
 within a tenant the run that came first goes first. So a tenant's thousand runs delay another's by
@@ -36,7 +36,7 @@ class Scheduler:
         self._skips: dict[str, int] = {}
 
     def add(self, run_id: str, tenant: str) -> None:
-        """A run that waits to begin."""
+        """Add a run that waits to begin."""
         assert run_id not in self._tenant_of
         if tenant not in self._tenants:
             # Who comes new, or comes back, has not saved up turns.
@@ -46,7 +46,7 @@ class Scheduler:
         self._tenant_of[run_id] = tenant
 
     def next_waiting(self) -> str | None:
-        """The run that is to begin next: of the tenant with the fewest running ones."""
+        """Return the run that is to begin next: of the tenant with the fewest running ones."""
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
         if not waiting:
             return None
@@ -76,7 +76,7 @@ class Scheduler:
         most: int | None = None,
         kinds: Mapping[str, bool] | None = None,
     ) -> list[str]:
-        """The running runs that share the next micro-batch, and count their tokens as given.
+        """Return the runs that share the next micro-batch, and count their tokens as given.
 
         next_tokens  of each running run: what its next piece takes, more than `budget` perhaps
         kinds        of each running run; only those of one kind share a micro-batch

@@ -89,7 +89,7 @@ class BatchTrainer:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or say something."""
+        """Return whether a step would do or report something."""
         return bool(self._waiting or self._active or self._events)
 
     @property
@@ -137,7 +137,7 @@ class BatchTrainer:
             self._end(self._active[run_id], "cancelled")
 
     def checkpoint(self, run_id: str) -> Checkpoint | None:
-        """The state of a run that takes part, after its last optimiser step; None: it does not."""
+        """Return a running run's state after its last optimiser step; None: it is not running."""
         run = self._active.get(run_id)
         return None if run is None else checkpoint.take(run, self._pools, self._model.between)
 

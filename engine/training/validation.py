@@ -1,7 +1,7 @@
-"""How a run that is validated stands: its losses on held-out rows, and its best state.
+"""The validation of a run: its losses on held-out rows, and its best state.
 
-A validation is made in pieces, as a step is: their passes are shared with other runs, and
-training goes on between them.
+A validation is made in pieces, as a step is: their passes are shared with other runs, which train
+between them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.training.run import HeldOut
 
 @dataclass(frozen=True, slots=True)
 class StepMade:
-    """What an optimiser step has to say, once its validation is over."""
+    """The figures of an optimiser step, reported once its validation is over."""
 
     loss: float
     learning_rate: float
@@ -49,7 +49,7 @@ class Validation:
         self._sum = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this step is validated."""
+        """Return whether the state after this step is validated."""
         return step % self._held_out.every == 0 or step >= self._steps
 
     def begin(self, made: StepMade) -> None:
@@ -62,7 +62,7 @@ class Validation:
 
     @property
     def piece(self) -> Piece:
-        """What the run's next micro-batch takes of the held-out rows."""
+        """The held-out rows that the run's next micro-batch takes."""
         return self._pieces[0]
 
     def pass_piece(self, loss: float) -> None:
@@ -103,7 +103,7 @@ class Validation:
         }
 
     def restore(self, state: dict[str, Any], best: torch.Tensor | None) -> None:
-        """Go on from a state. Raises KeyError, TypeError, ValueError for one that is none."""
+        """Restore a saved state. Raises KeyError, TypeError, ValueError if it cannot be read."""
         if (best is None) != (state["best_loss"] is None):
             raise ValueError("best")
         self.best = best

@@ -118,7 +118,7 @@ def _update_kernel(
 
 
 def _numbers(run: RunStep) -> tuple[float, ...]:
-    """What the update multiplies with, worked out in double precision."""
+    """Return the factors of the update, computed in double precision."""
     root = math.sqrt(1 - run.beta2**run.step)
     size = run.lr / (1 - run.beta1**run.step)
     return (

@@ -22,14 +22,14 @@ from kernels.training.segments import Rows
 
 
 def takes_flash(q: torch.Tensor) -> bool:
-    """Whether FlashAttention takes these heads: half precision, multiples of 8 up to 256."""
+    """Return whether FlashAttention takes these heads: half precision, multiples of 8 to 256."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What attention is over: the packed rows, the scores' scale, the window (None: the row)."""
+    """The range of attention: packed rows, the scores' scale, the window (None: the row)."""
 
     rows: Rows
     scale: float
@@ -46,7 +46,7 @@ class Options:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, ...]:
-    """The output [T, H, D], then what the backward pass wants besides."""
+    """Return the output [T, H, D], then the other values that the backward pass needs."""
     starts, longest = options.rows.starts, options.rows.longest
     out, log_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, True, False,
@@ -63,7 +63,7 @@ def flash_backward(
     kept: tuple[torch.Tensor, ...],
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v; `kept` is what `flash_forward` returned."""
+    """Return the gradients of q, k, v; `kept` is the result of `flash_forward`."""
     out, log_sum, state, unused = kept
     starts, longest = options.rows.starts, options.rows.longest
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -97,7 +97,7 @@ def attention_by_row(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-#: Of q, k and v.
+#: One tensor each for q, k and v.
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -21,7 +21,7 @@ _NO_WINDOW = 1 << 30
 
 @jit()
 def _load_tokens(blocks_ptr, index):
-    """A block's first token, and its row's first token and end."""
+    """Load a block's first token, and its row's first token and end."""
     record = blocks_ptr + index * 4
     return tl.load(record), tl.load(record + 1), tl.load(record + 2)
 
@@ -35,7 +35,7 @@ def _load_rows(ptr, tokens, heads, stride, d, mask, D: tl.constexpr):
 
 @jit()
 def _hide(scores, distance, window, HAS_WINDOW: tl.constexpr):
-    """The scores, of keys that a token does not see -1e30."""
+    """Return the scores, with -1e30 for keys that a token does not see."""
     if HAS_WINDOW:
         return tl.where((distance >= 0) & (distance < window), scores, -1e30)
     return tl.where(distance >= 0, scores, -1e30)
@@ -209,7 +209,7 @@ def _attention_key_kernel(
         delta = tl.load(delta_ptr + place, mask=live, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :]
         scores = _hide(scores, token[None, :] - key[:, None], window, HAS_WINDOW)
-        weights = tl.exp2(scores)  # of tokens past the row's end one, beside a dy of zero
+        weights = tl.exp2(scores)  # 1 for tokens past the row's end, where dy is 0
         dv = tl.dot(weights.to(dy.dtype), dy, dv, input_precision="ieee")
         d_weights = tl.dot(v, tl.trans(dy), input_precision="ieee")
         d_scores = weights * (d_weights - delta[None, :])
@@ -226,12 +226,12 @@ MAX_HEAD_DIM = 128
 
 
 def takes_triton(q: torch.Tensor) -> bool:
-    """Whether these kernels take such heads; on a CPU only the interpreter runs them."""
+    """Return whether these kernels take such heads; on a CPU only the interpreter runs them."""
     return q.is_cuda and q.shape[-1] <= MAX_HEAD_DIM
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, Any]:
-    """What the kernels are launched with in common."""
+    """Return the arguments that all kernels share."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "q_stride": _stride(q), "k_stride": _stride(k),
@@ -248,7 +248,7 @@ def _stride(x: torch.Tensor) -> int:
 
 
 def _tokens(sizes: dict[str, Any], rows: int) -> int:
-    """Tokens of a tile of so many rows, at least the 16 that a product takes."""
+    """Tokens of a tile of `rows` rows, at least 16 rows, as a product needs."""
     group: int = sizes["BLOCK_G"]
     return max(1, rows // group, -(-16 // group))
 

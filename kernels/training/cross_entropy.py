@@ -132,7 +132,7 @@ def answer_loss(
     norm: Norm | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy of the tokens that follow `tokens`, and its weighted sum.
+    """Return the cross-entropies of the tokens that follow `tokens`, and their weighted sum.
 
     hidden   [T, E], before the model's last norm where `norm` is given
     head     [V, E]

@@ -34,7 +34,7 @@ from kernels.training.segments import Segments
 
 
 class Before(Protocol):
-    """What a layer computes of its input before the product, again in the backward pass."""
+    """A function of a layer's input before the product; the backward pass computes it again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -155,8 +155,8 @@ def lora_linear(
 ) -> torch.Tensor:
     """x [T, in], weight [out, in] -> y [T, out] = residual + x W^T + bias + each run's adapter's.
 
-    Differentiable in x and residual, one of which must ask for its gradient: while it is computed,
-    the gradients of A and B are added to `pools.gradient`. Keeps x and u.
+    Differentiable in x and residual; at least one must require its gradient: while that is
+    computed, the gradients of A and B are added to `pools.gradient`. Keeps x and u.
 
     before    computed of x first (Norm, SiluMul), and again in the backward pass; x is its input
     residual  [T, out]

@@ -225,7 +225,7 @@ def lora_silu(
     site: LoraSite,
     segments: Segments,
 ) -> torch.Tensor:
-    """The activation of gate_up and its adapters, if any; see `lora_silu_torch`."""
+    """Return the activation of gate_up and its adapters, if any; see `lora_silu_torch`."""
     if u is None:
         return silu_mul_forward(gate_up)
     which = lora_silu_triton if use_triton(gate_up) else lora_silu_torch

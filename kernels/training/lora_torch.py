@@ -29,11 +29,11 @@ class _Cell:
     scale: float
 
     def factor_a(self, pool: torch.Tensor, width: int) -> torch.Tensor:
-        """A [rank, in], a view of the pool."""
+        """Return A [rank, in], a view of the pool."""
         return pool[self.a : self.a + self.rank * width].view(self.rank, width)
 
     def factor_b(self, pool: torch.Tensor) -> torch.Tensor:
-        """B [columns, rank], a view of the pool."""
+        """Return B [columns, rank], a view of the pool."""
         columns = self.columns.stop - self.columns.start
         return pool[self.b : self.b + self.rank * columns].view(columns, self.rank)
 
@@ -114,7 +114,7 @@ def lora_back_torch(
 def add_a_gradient_torch(
     du: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor, site: LoraSite, segments: Segments
 ) -> None:
-    """The gradient of A += du^T x."""
+    """Add du^T x to the gradient of A."""
     for cell in _cells(site, segments):
         own = cell.factor_a(gradient, x.shape[1])
         own += du[cell.tokens, cell.inner].T @ x[cell.tokens]
@@ -123,7 +123,7 @@ def add_a_gradient_torch(
 def add_b_gradient_torch(
     u: torch.Tensor, dy: torch.Tensor, gradient: torch.Tensor, site: LoraSite, segments: Segments
 ) -> None:
-    """The gradient of B += scale * dy^T u."""
+    """Add scale * dy^T u to the gradient of B."""
     for cell in _cells(site, segments):
         product = dy[cell.tokens, cell.columns].T @ u[cell.tokens, cell.inner]
         cell.factor_b(gradient).add_(product, alpha=cell.scale)

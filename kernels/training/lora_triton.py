@@ -29,7 +29,7 @@ def load_block(blocks_ptr, index):
 
 @jit()
 def find_columns(block, bound0, bound1, bound2, bound3, NUM_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The module that a block of output columns belongs to: its index, bounds, first own column."""
+    """Return the index and bounds of a block's module, and the block's first column in it."""
     blocks0 = tl.cdiv(bound1 - bound0, BLOCK_N)
     blocks1 = tl.cdiv(bound2 - bound1, BLOCK_N) if NUM_M > 1 else 0
     module = (block >= blocks0).to(tl.int32) if NUM_M > 1 else 0
@@ -43,7 +43,7 @@ def find_columns(block, bound0, bound1, bound2, bound3, NUM_M: tl.constexpr, BLO
 
 @jit()
 def load_factor(offset_ptr, rank_ptr, cell, ALIGNED: tl.constexpr, RANK_STEP: tl.constexpr):
-    """Where a factor begins in the pools, and its rank."""
+    """Load a factor's offset in the pools, and its rank."""
     offset, rank = tl.load(offset_ptr + cell), tl.load(rank_ptr + cell)
     if ALIGNED:
         offset = tl.multiple_of(offset, 8)
@@ -238,7 +238,7 @@ def _back_kernel(
 
 
 def padded_bounds(site: LoraSite) -> tuple[int, int, int, int]:
-    """The bounds of a site's columns, zeros behind them."""
+    """Return the bounds of a site's columns, padded with zeros."""
     assert site.num_modules <= 3
     bounds = (*site.bounds, 0, 0, 0)
     return bounds[0], bounds[1], bounds[2], bounds[3]
@@ -250,7 +250,7 @@ def column_blocks(site: LoraSite, block: int) -> int:
 
 
 def fit(block: int, width: int) -> int:
-    """A block no wider than it need be."""
+    """Return `block`, or less if `width` needs less: a power of two, at least 16."""
     return min(block, max(16, next_power_of_2(width)))
 
 

@@ -29,7 +29,7 @@ def rms_norm_backward_torch(
     dy: torch.Tensor,
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x, from x and the gradient of the norm's output, both [..., D].
+    """Return the gradient of x, from x and the gradient of the norm's output, both [..., D].
 
     added  like x: added to it
     """
@@ -106,7 +106,7 @@ def rms_norm_backward(
     dy: torch.Tensor,
     added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x, plus `added`; see `rms_norm_backward_torch`."""
+    """Return the gradient of x, plus `added`; see `rms_norm_backward_torch`."""
     if use_triton(x):
         return rms_norm_backward_triton(x.contiguous(), weight, eps, dy.contiguous(), added)
     return rms_norm_backward_torch(x, weight, eps, dy, added)

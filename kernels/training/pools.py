@@ -81,7 +81,7 @@ def make_sites(
     placements: Sequence[Sequence[Sequence[Placement | None]]],
     device: torch.device | str,
 ) -> list[LoraSite]:
-    """The tables of many base weights, in one upload.
+    """Make the tables of many base weights, in one upload.
 
     bounds      of each weight
     placements  [weight][module][run]; None: the run does not train the module

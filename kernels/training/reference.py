@@ -81,6 +81,6 @@ def answer_loss_ref(
     targets: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of the cross-entropies of all logits at once."""
+    """Return the weighted sum of the cross-entropies of all logits at once."""
     losses = functional.cross_entropy(hidden[tokens] @ head.T, targets, reduction="none")
     return (losses * weights.to(losses.dtype)).sum()

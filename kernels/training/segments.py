@@ -1,4 +1,4 @@
-"""How a micro-batch of packed tokens is divided: rows one after the other, runs' rows together.
+"""The division of a micro-batch of packed tokens: row after row, each run's rows together.
 
 A run's tokens are one segment. Blocks and chunks are counted from the start of each segment, so
 that what is summed in which order depends on the run's own tokens alone.
@@ -20,7 +20,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where each packed row begins: row i is tokens starts[i] to starts[i + 1].
+    """The bounds of the packed rows: row i is tokens starts[i] to starts[i + 1].
 
     starts     [rows + 1] int32
     positions  [T] int64, of each token in its row

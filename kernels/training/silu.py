@@ -20,7 +20,7 @@ def silu_mul_forward_torch(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_backward_torch(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of gate_up [T, 2I], from it and the gradient of the product [T, I]."""
+    """Return the gradient of gate_up [T, 2I], from it and the product's gradient [T, I]."""
     gate, up = widen(gate_up).chunk(2, dim=-1)
     wide, sigmoid = widen(dy), torch.sigmoid(gate)
     d_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
@@ -80,7 +80,7 @@ def silu_mul_forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of gate_up; see `silu_mul_backward_torch`."""
+    """Return the gradient of gate_up; see `silu_mul_backward_torch`."""
     if use_triton(gate_up):
         return silu_mul_backward_triton(gate_up.contiguous(), dy.contiguous())
     return silu_mul_backward_torch(gate_up, dy)

@@ -56,7 +56,7 @@ class LoraWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """How qkv [T, (H + 2 K) D] is attended.
+    """The shape of attention's heads in qkv [T, (H + 2 K) D].
 
     cos, sin    [M, D] float32 by position, the first half repeated
     qk_norm     [2, D]: the RMSNorm's weights of every head's q and of its k
@@ -73,13 +73,13 @@ class Heads:
     eps: float = 0.0
 
     def split(self, qkv: torch.Tensor) -> Three:
-        """Views of q [T, H, D], k and v [T, K, D]."""
+        """Return views of q [T, H, D], k and v [T, K, D]."""
         heads = qkv.view(len(qkv), -1, self.dim)
         first, end = self.num_heads, self.num_heads + self.num_kv_heads
         return heads[:, :first], heads[:, first:end], heads[:, end:]
 
     def _both(self, qkv: torch.Tensor) -> torch.Tensor:
-        """A view of q and k [T, H + K, D]."""
+        """Return a view of q and k [T, H + K, D]."""
         return qkv.view(len(qkv), -1, self.dim)[:, : self.num_heads + self.num_kv_heads]
 
     def attend(self, qkv: torch.Tensor, rows: Rows) -> Attended:
@@ -100,7 +100,7 @@ class Heads:
     def backward(
         self, qkv: torch.Tensor, attended: Attended, dy: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
-        """The gradient of qkv, from that of the output [T, H D]."""
+        """Return the gradient of qkv, from the gradient of the output [T, H D]."""
         d_qkv = torch.empty_like(qkv)
         parts, inputs = self.split(d_qkv), self.split(qkv)
         attended.backward(dy.view(attended.out.shape), parts)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from worker.training.jobs import NamedJob
 
-#: So long `wait` waits at most: a signal that came meanwhile is looked at.
+#: Seconds that `wait` waits at most, so that a signal is noticed soon.
 _WAIT_S = 0.2
 
 
 class MoreJobs(Protocol):
-    """Where a batch gets further jobs from, between two micro-batches."""
+    """A source of further jobs, which a batch asks between two micro-batches."""
 
     @property
     def may_come(self) -> bool:
-        """Whether there are more, or there may be later."""
+        """Return whether there are more jobs, or may be later."""
 
     def take(self) -> list[NamedJob]:
         """Those that have come; does not wait."""

@@ -1,7 +1,7 @@
 """AwayTraining: jobs trained by a serving worker that holds their base already.
 
-As `worker.training.loop.BatchTraining`, of which it makes one for each time that the worker
-has room. In between the jobs wait: each goes on from its last checkpoint.
+It makes a `worker.training.loop.BatchTraining` each time that the worker has room. In between the
+jobs wait; each resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AwayTraining:
     def run(self, jobs: Iterable[NamedJob], more: MoreJobs | None = None) -> None:
         """Train all jobs to their ends, however often the worker has to be waited for.
 
-        Jobs that come meanwhile join those that are trained; the worker is not kept for them.
+        Jobs that come in that time join those that are trained; the worker is not kept for them.
         Raises Stopped after `stop`, TrainerRefuses if the worker cannot train them, TrainerGone if
         it was lost again and again.
         """

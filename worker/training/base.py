@@ -92,7 +92,7 @@ def open_base(
     recomputed = config.num_layers if saves else 0
     plan = MemoryPlan(own + min(later, max(on_host - own, 0)), recomputed)
     if kind == "cuda":
-        torch.cuda.empty_cache()  # of the base before
+        torch.cuda.empty_cache()  # frees the memory of the base before
         plan = plan_memory(
             config,
             dtype,

@@ -46,7 +46,8 @@ class Examples:
     """A dataset as examples.
 
     num_rows    that are trained on
-    num_cut     rows that were cut, and `num_dropped`, of which nothing to learn was left
+    num_cut     rows that were cut
+    num_dropped rows that had nothing left to learn after the cut
     validation  examples of the rows to validate with, and `num_validation`, those rows
     num_leaked  rows to validate with whose prompt is trained on, too
     """
@@ -163,7 +164,7 @@ class _Reader:
         self._too_long: list[str] = []
 
     def add(self, number: int, row: Row) -> None:
-        """Encode a row. Raises DatasetError, also when so many are too long that it is enough."""
+        """Encode a row. Raises DatasetError, also once enough rows are too long."""
         self.num_rows += 1
         tokens = encode(self._codec, number, row)
         num_tokens = row_length(tokens)

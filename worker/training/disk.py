@@ -1,4 +1,4 @@
-"""What of the batch outlives its process: runs' checkpoints, and the adapters they end as.
+"""The files of a batch that outlive its process: runs' checkpoints and finished adapters.
 
 Every file appears whole or not at all, whenever the process is killed.
 """
@@ -65,7 +65,7 @@ class CheckpointFolder:
         _replace(staged, folder / _CHECKPOINT)
 
     def load(self, name: str) -> SavedRun | None:
-        """The run's last checkpoint; None: there is none that can be read."""
+        """Load the run's last checkpoint; None: there is none that can be read."""
         try:
             with safe_open(self._folder(name) / _CHECKPOINT, framework="pt") as file:
                 metadata = file.metadata()
@@ -86,7 +86,7 @@ class CheckpointFolder:
         _replace(staged, folder / _RESULT)
 
     def load_result(self, name: str) -> dict[str, Any] | None:
-        """What `save_result` kept."""
+        """Load the event that `save_result` wrote; None: there is none."""
         try:
             event = json.loads((self._folder(name) / _RESULT).read_text())
         except (OSError, ValueError):
@@ -95,7 +95,7 @@ class CheckpointFolder:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the folders belong to who gave the jobs, who removes them, too."""
+        """Return whether the caller who gave the jobs owns the folders, and removes them."""
         return self._root is None
 
     def drop(self, name: str) -> None:

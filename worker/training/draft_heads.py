@@ -69,7 +69,7 @@ class Heads(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What the heads read, and what they are to guess.
+    """The inputs of the heads, and the tokens that they are to guess.
 
     x        [N, E] float32, where the next token is one of an answer
     targets  [N, H]; IGNORED where the answer is over before

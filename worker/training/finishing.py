@@ -80,7 +80,7 @@ class Finishing:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would train or score something."""
+        """Return whether a step would train or score something."""
         return bool(self._heads or self._unjudged)
 
     def add(self, trained: TrainedLora) -> None:

@@ -53,7 +53,7 @@ class NotScored(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunScores:
-    """What the cases of a run have come to, before its adapter is written.
+    """The scores of a run's cases, before its adapter is written.
 
     found  by the adapter, `_NEW` or `_LIVE`: a score of each case; or why there are none
     """

@@ -36,14 +36,14 @@ from worker.training.kept_adapters import KeptAdapters
 Emit = Callable[..., None]
 #: Jobs whose rows are being read, or were and are not in the batch yet.
 _READ_AHEAD = 4
-#: Of the validations before a checkpoint, how many are told.
+#: Number of validation losses before a checkpoint that are told; older ones are left out.
 _SHOWN_LOSSES = 256
 #: What the trainer calls a part of a run -> the field of the job that it comes from.
 _FIELDS = {"adapter": "warm_start"}
 
 
 class Trains(Protocol):
-    """What the loop uses of `BatchTrainer`; `RemoteTrainer` has it, too."""
+    """The part of `BatchTrainer` that the loop uses; `RemoteTrainer` has it, too."""
 
     @property
     def has_work(self) -> bool: ...
@@ -111,7 +111,7 @@ class BatchTraining:
         self.left_over: list[NamedJob] = []
 
     def run(self, jobs: Iterable[NamedJob], more: MoreJobs | None = None) -> None:
-        """Train all jobs to their ends, and those that come meanwhile; events go to `emit`.
+        """Train all jobs to their ends, and those that join them; events go to `emit`.
 
         Raises Stopped after `stop`, and BrokenPipeError when nobody reads the events any more: then
         every run's state is on the disk.
@@ -138,7 +138,7 @@ class BatchTraining:
         self._is_stopped = True
 
     def cancel(self, name: str, *, pause: bool = False) -> None:
-        """Let a job end, with an error, after the micro-batch that is under way; the others go on.
+        """End a job with an error after the current micro-batch; the others are not affected.
 
         Other threads may call it, for a job that has not come yet, too.
         pause  keep its state, that of its last step
@@ -190,7 +190,7 @@ class BatchTraining:
                 self._fail(name, CANCELLED)
 
     def _save_all(self) -> None:
-        """Write every run's state, so that the next process goes on from here."""
+        """Write every run's state, so that the next process resumes from here."""
         self._finish_writing()
         for name in () if self._folder.is_scratch else self._runs:
             self._save(name)

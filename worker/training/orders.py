@@ -14,7 +14,7 @@ from typing import Any
 _READ_BYTES = 1 << 16
 _MOST_LOCKS = 8
 
-#: Of an order that comes with a descriptor: its number in this process.
+#: Key for the number, in this process, of the descriptor that came with an order.
 LOCK = "lock"
 
 

@@ -75,7 +75,7 @@ class RemoteTrainer:
         return bool(self._runs)
 
     def add(self, request: RunRequest, saved: Checkpoint | None = None) -> None:
-        """Raises TrainingError as the trainer does."""
+        """Have the worker train a run. Raises TrainingError as the trainer does."""
         message = run_message(request)
         tensors = dict(message.tensors)
         state = None

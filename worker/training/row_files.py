@@ -47,7 +47,7 @@ class RowFiles:
         return len(self._lengths)
 
     def rows(self) -> RunRows:
-        """Return the rows that were added, of which there is at least one, without reading them."""
+        """Return the added rows (at least one) without reading them into memory."""
         token_ids = torch.frombuffer(_mapped(self._token_ids), dtype=torch.int32)
         is_answer = torch.frombuffer(_mapped(self._is_answer), dtype=torch.bool)
         return RunRows(token_ids, is_answer, self._lengths.tolist())

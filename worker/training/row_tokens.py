@@ -117,7 +117,7 @@ def _is_blank(codec: TextCodec, token_id: int) -> bool:
 
 
 def _is_within(turn: _Turn, token_ids: list[int]) -> bool:
-    """Whether a longer example shows the model this turn as serving would."""
+    """Return whether a longer example shows the model this turn as serving would."""
     return token_ids[: len(turn.prompt) + len(turn.answer)] == turn.token_ids
 
 

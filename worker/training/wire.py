@@ -37,7 +37,7 @@ _EVENTS: dict[str, type[RunStarted] | type[RunProgress] | type[RunEnded]] = {
 
 
 class BadMessage(Exception):
-    """What came is no message."""
+    """Received bytes that are no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _receive_into(connection: socket.socket, buffer: memoryview) -> None:
 
 
 def run_message(request: RunRequest) -> Message:
-    """A run that is to be trained; `run_of` makes it again."""
+    """Make the message of a run that is to be trained; `run_of` reads it."""
     held_out = request.held_out
     fields = {
         "run_id": request.run_id,
@@ -137,7 +137,7 @@ def _rows_tensors(rows: RunRows, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def run_of(message: Message) -> RunRequest:
-    """Raises RunRefused for settings or rows that are none."""
+    """Read a message of `run_message`. Raises RunRefused for wrong settings or rows."""
     fields, tensors = message.fields, message.tensors
     try:
         given = dict(fields["settings"])
@@ -165,7 +165,7 @@ def run_of(message: Message) -> RunRequest:
 
 
 def _rows_of(tensors: Mapping[str, torch.Tensor], given: Any, prefix: str) -> RunRows:
-    """Raises KeyError, TypeError, ValueError for rows that are none."""
+    """Read rows. Raises KeyError, TypeError, ValueError if they are malformed."""
     lengths = [int(length) for length in given]
     token_ids, is_answer = tensors[f"{prefix}token_ids"], tensors[f"{prefix}is_answer"]
     kinds = (token_ids.dtype, is_answer.dtype)
@@ -177,13 +177,13 @@ def _rows_of(tensors: Mapping[str, torch.Tensor], given: Any, prefix: str) -> Ru
 
 
 def named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    """Return the tensors whose names begin with `prefix`, by the rest of their names."""
     found = ((name, tensor) for name, tensor in tensors.items() if name.startswith(prefix))
     return {name.removeprefix(prefix): tensor for name, tensor in found}
 
 
 def events_message(events: list[Event], **fields: Any) -> Message:
-    """What a step said; `events_of` makes it again."""
+    """Make the message of a step's events; `events_of` reads it."""
     listed, tensors = [], {}
     for number, event in enumerate(events):
         told = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
@@ -197,7 +197,7 @@ def events_message(events: list[Event], **fields: Any) -> Message:
 
 
 def events_of(message: Message) -> list[Event]:
-    """Raises BadMessage."""
+    """Read a message of `events_message`. Raises BadMessage."""
     events: list[Event] = []
     try:
         for number, told in enumerate(message.fields["events"]):

@@ -24,7 +24,7 @@ class BatchesView(GatewayAPIView):
 
     @extend_schema("gateway_batches", _PAGING.parameters(), responses=page_of(BatchSerializer))
     def get(self, request: Request) -> Response:
-        """The tenant's batches."""
+        """List the tenant's batches."""
         return page(request, services.batches_list(), BatchSerializer, paging=_PAGING)
 
     @extend_schema("gateway_batch_create", request=BatchBody, responses=BatchSerializer)

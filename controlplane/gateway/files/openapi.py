@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the addresses that take in and give out bytes."""
+"""The OpenAPI document's entries for the addresses that take in and give out bytes."""
 
 from __future__ import annotations
 

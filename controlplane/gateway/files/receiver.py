@@ -27,7 +27,7 @@ from controlplane.gateway.body_limit import Receive, Send
 from controlplane.gateway.files import views
 from controlplane.gateway.files.receiving import FORM_BYTES, MAX_BODIES, Body, Disconnected
 
-#: Of `MAX_BODIES`, one tenant's: its slow clients do not block other tenants.
+#: Number of `MAX_BODIES` that one tenant may use: its slow clients do not block other tenants.
 MAX_TENANT_BODIES = 8
 
 _PATH = re.compile(r"/v1/(?:files|uploads/(?P<upload_id>[^/]+)/parts)")

@@ -91,7 +91,7 @@ class FilesView(GatewayAPIView):
         responses=page_of(FileSerializer),
     )
     def get(self, request: Request) -> Response:
-        """The tenant's files."""
+        """List the tenant's files."""
         rows = services.files_list()
         purpose = request.query_params.get("purpose")
         if purpose is not None:
@@ -168,7 +168,7 @@ def _range(header: str | None, num_bytes: int) -> tuple[int, int]:
     first, last = found.groups() if found else ("", "")
     if not first and not last:
         return 0, num_bytes
-    if not first:  # the last so many
+    if not first:  # the last bytes of the file
         start, end = max(0, num_bytes - int(last)), num_bytes
     elif last and int(last) < int(first):
         return 0, num_bytes

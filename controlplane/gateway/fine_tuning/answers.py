@@ -27,7 +27,7 @@ STATUSES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
 CHECKPOINT_PREFIX = "ftckpt-"
 _DEFAULTS = Hyperparameters()
 _OBJECT = {"type": "object", "additionalProperties": True}
-#: Of the trainer's job -> of the client's request.
+#: Fields of the trainer's job -> fields of the client's request.
 _PARAMS = {
     "dataset": "training_file",
     "validation_dataset": "validation_file",

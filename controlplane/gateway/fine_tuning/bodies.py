@@ -37,7 +37,7 @@ def _bounded(name: str) -> Any:
     return Field(ge=least, le=most)
 
 
-#: The learning rate is so many times the default one.
+#: Bounds of the learning rate, as multiples of the default one.
 _LEAST_RATE, _MOST_RATE = (bound / DEFAULTS.learning_rate for bound in BOUNDS["learning_rate"][1:])
 
 
@@ -64,7 +64,7 @@ class SupervisedBody(Body):
 
 
 class MethodBody(Body):
-    """How to train."""
+    """The method of training."""
 
     type: Annotated[str, AfterValidator(_supervised)]
     supervised: SupervisedBody | None = None

@@ -22,7 +22,7 @@ from controlplane.inference.answers import DONE, sse
 MAX_STREAMS, MAX_TENANT_STREAMS = 200, 10
 #: The pause between two questions; longer while nothing happens.
 PAUSE_S, MOST_PAUSE_S = 0.5, 3.0
-#: A longer stream ends without `[DONE]`; the client goes on with `after`.
+#: Seconds after which a stream ends without `[DONE]`; the client resumes it with `after`.
 MOST_S = 3600.0
 PAGE = 200
 

@@ -60,7 +60,7 @@ class JobsView(GatewayAPIView):
         responses=page_of(FineTuningJobSerializer),
     )
     def get(self, request: Request) -> Response:
-        """The tenant's fine-tuning jobs, newest first: its training runs."""
+        """List the tenant's fine-tuning jobs, newest first: its training runs."""
         return page(request, _with_metadata(request), FineTuningJobSerializer, paging=_JOBS)
 
     @extend_schema(
@@ -126,7 +126,7 @@ class JobPauseView(_JobChangeView):
     def post(self, request: Request, job_id: str) -> Response:
         """Pause a job; one that runs is `paused` within seconds. It keeps its place.
 
-        One that had begun writes its state first: resumed, it goes on from there.
+        One that had begun writes its state first; resumed, it continues from there.
         """
         return self.answer(pausing.training_run_pause, job_id)
 
@@ -149,7 +149,7 @@ class JobEventsView(GatewayAPIView):
         responses=page_of(FineTuningEventSerializer),
     )
     def get(self, request: Request, job_id: str) -> Response:
-        """What happened to a job and the metrics of its steps, newest first; also as it happens."""
+        """List a job's events and the metrics of its steps, newest first; or stream them."""
         run = services.job_get(job_id)
         return page(request, run.events.all(), FineTuningEventSerializer, paging=_EVENTS)
 
@@ -195,6 +195,6 @@ class JobCheckpointsView(GatewayAPIView):
         responses=page_of(FineTuningCheckpointSerializer),
     )
     def get(self, request: Request, job_id: str) -> Response:
-        """The models that a job made, newest first: `checkpoints` on its way, and its result."""
+        """List the models that a job made, newest first: its checkpoints and its result."""
         found = job_checkpoints(services.job_get(job_id))
         return page_of_items(request, found, FineTuningCheckpointSerializer, cursor="id")

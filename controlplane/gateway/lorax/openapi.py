@@ -50,7 +50,7 @@ _ERROR: Json = {
 
 
 def schemas() -> Json:
-    """The components, by name."""
+    """Return the components, by name."""
     body = GenerateBody.model_json_schema(ref_template="#/components/schemas/Lorax{model}")
     parts = {f"Lorax{name}": part for name, part in body.pop("$defs", {}).items()}
     return {

@@ -126,7 +126,7 @@ class Parameters(Body):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; else each is the likeliest.
+        """Return whether tokens are drawn; else each is the likeliest.
 
         As LoRAX decides it: by what differs from the defaults, whatever `do_sample` says.
         """

@@ -229,7 +229,7 @@ def test_a_killed_child_costs_no_run_more_than_its_last_checkpoint(
     for run in runs:
         assert fresh(run).attempts == 2
         with tenant_scope(run.tenant_id):
-            said = run.events.get(message__startswith="The job goes on")
+            said = run.events.get(message__startswith="The job continues")
             steps = run.events.filter(kind="metrics").values_list("data__step", flat=True)
             assert set(steps) >= {1, 40} and said.data["step"] > 10
             services.training_run_cancel(run=run)
@@ -306,7 +306,7 @@ def test_a_paused_run_goes_on_from_its_state_while_the_batch_trains_another(
         pausing.training_run_resume(run=first)
     night()
     with tenant_scope(first.tenant_id):
-        told = first.events.filter(message__startswith="The job goes on")
+        told = first.events.filter(message__startswith="The job continues")
         wait_for(told.exists)
         assert told.get().data["step"] >= reached > 5
         metrics = first.events.filter(kind="metrics").values_list("data__step", flat=True)

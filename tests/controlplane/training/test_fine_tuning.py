@@ -210,7 +210,7 @@ def test_paused_while_it_trains_a_job_waits_and_begins_again(
     ]
     assert sum(TrainingUsage.objects.values_list("trained_tokens", flat=True)) == run.trained_tokens
     told = messages(run)
-    assert "The job was paused; resumed, it goes on from here" in told
+    assert "The job was paused; resumed, it continues from here" in told
     assert told.count("Fine-tuning job started") == 2
 
 

@@ -83,7 +83,7 @@ def missing_steps(run: TrainingRun) -> set[int]:
 
 
 def resumed(run: TrainingRun) -> list[int]:
-    said = run.events.filter(message__startswith="The job goes on").order_by("pk")
+    said = run.events.filter(message__startswith="The job continues").order_by("pk")
     return [data["step"] for data in said.values_list("data", flat=True)]
 
 

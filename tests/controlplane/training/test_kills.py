@@ -174,7 +174,7 @@ def test_killed_20_times_it_makes_the_same_steps_and_ends_once(
     assert OutboxEvent.objects.filter(type="training_run.succeeded").count() == 1
     assert AdapterVersion.objects.exclude(status="rejected").get() == run.version
     resumed = dict(
-        run.events.filter(message__startswith="The job goes on").values_list("pk", "data__step")
+        run.events.filter(message__startswith="The job continues").values_list("pk", "data__step")
     )
     steps = [step for _, step in sorted(resumed.items())]
     assert steps == sorted(steps) and len(steps) >= NUM_KILLS // 4
