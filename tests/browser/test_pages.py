@@ -236,7 +236,7 @@ def test_a_tenant_that_asks_for_a_second_factor(browser: Browser, site: Site) ->
         page.wait_for_url("**/console/")
         page.goto("/console/settings")
         page.get_by_label("Members must have a second factor").check()
-        page.get_by_role("button", name="Save").click()
+        page.get_by_role("button", name="Save", exact=True).click()
         page.wait_for_url("**/console/security")
         expect(page.get_by_role("heading", name="Strict asks for a second factor")).to_be_visible()
         page.get_by_role("link", name="Set up an app").click()

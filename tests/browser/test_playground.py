@@ -248,7 +248,7 @@ def test_a_column_that_fails_hurts_no_other(
         page.unroute("**/playground/run")
         bad.get_by_role("button", name="Run this one again").click()
         expect(state(bad)).to_have_text("Done", timeout=RUN_TIMEOUT_MS)
-        expect(bad.locator("[data-changes]")).to_have_text("The same words as model 1.")
+        expect(bad.locator("[data-changes]")).to_have_text("The same text as model 1.")
 
 
 def test_stop_and_keys(page: Page, held: str) -> None:
