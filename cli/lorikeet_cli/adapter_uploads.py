@@ -134,7 +134,7 @@ class _Upload:
             return None
         parts = [part for file in state["files"].values() for part in file["parts"]]
         there = sum(part["num_bytes"] for part in parts if part["is_uploaded"])
-        say(f"Resuming{version['model']}: {size(there)} have arrived.")
+        say(f"Resuming {version['model']}: {size(there)} have arrived.")
         return state
 
     def _send(self, state: dict[str, Any]) -> dict[str, Any]:

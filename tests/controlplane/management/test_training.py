@@ -72,7 +72,7 @@ def test_a_bad_dataset_is_refused(acme: Party, monkeypatch: pytest.MonkeyPatch) 
     error_of(upload(client, query="?name=A%20B"), 400, "name")
     error_of(upload(client, b""), 400, "body")
     error = error_of(upload(client, ROWS + b"{}"), 400, "body")
-    assert error["message"].startswith("line 9: messages must be")
+    assert error["message"].startswith("line 9 has neither `messages` nor")
     assert error["code"] == "invalid_dataset"
     monkeypatch.setattr(services, "MAX_DIRECT_BYTES", len(ROWS) - 1)
     error_of(upload(client), 413)
