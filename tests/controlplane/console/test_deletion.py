@@ -15,7 +15,7 @@ def test_a_version_is_deleted_after_a_question(acme: Party, belongings: Belongin
     browser = browser_of(acme.owner)
     link = f"{ADAPTER}/versions/1/delete"
     assert link in browser.get(f"{ADAPTER}/versions/1").content.decode()
-    assert "Delete version 1 of invoices for good?" in browser.get(link).content.decode()
+    assert "Delete version 1 of invoices permanently?" in browser.get(link).content.decode()
     with tenant_scope(acme.tenant.id):
         assert AdapterVersion.objects.filter(number=1).exists()
     answer = browser.post(link, follow=True)

@@ -58,5 +58,5 @@ def test_an_installation_with_operators_gets_none() -> None:
 
 
 def test_a_members_address_is_no_operators(acme: Party) -> None:
-    with pytest.raises(Conflict, match="apart"):
+    with pytest.raises(Conflict, match="choose another address"):
         first_operator(acme.owner.email)

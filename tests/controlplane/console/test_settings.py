@@ -57,7 +57,7 @@ def test_an_owner_chooses_what_is_kept_of_requests(acme: Party) -> None:
         assert log_policy().content_days == 12
         assert AuditEvent.objects.filter(action="log_policy.changed").count() == 1
     viewed = browser_of(acme.viewer).get(SETTINGS).content.decode()
-    assert "are kept for 12 days, of requests with" in viewed
+    assert "are kept for 12 days, for requests with" in viewed
     assert url not in viewed
 
 

@@ -13,6 +13,8 @@ from django.utils import timezone
 from contract.daily_window import DailyWindow
 from controlplane.adapters.models import BaseModel
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.models import Role
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from controlplane.training.preview import rows_preview
 from tests.controlplane.conftest import Party
@@ -45,7 +47,8 @@ def test_rows_of_other_formats_are_converted(acme: Party) -> None:
     assert "“voice” is stored, with 2 chats, converted from Alpaca, ShareGPT." in page
     with tenant_scope(acme.tenant.id):
         found = Dataset.objects.get(name="voice")
-        assert [each["row"] for each in rows_preview(found, 9)] == [CHAT, CHAT]
+        owner = Principal(tenant=acme.tenant, role=Role.OWNER, user=acme.owner)
+        assert [each["row"] for each in rows_preview(found, 9, by=owner)] == [CHAT, CHAT]
 
 
 def test_rows_that_would_lose_something_are_refused_by_line_and_name(acme: Party) -> None:

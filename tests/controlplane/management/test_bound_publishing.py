@@ -172,7 +172,7 @@ def test_captured_requests_are_the_keys_models_alone(
         captured_make(request_id, "others@3")
     stored: list[bytes] = []
 
-    def keep(content: bytes) -> Any:
+    def keep(content: bytes, **_: Any) -> Any:
         stored.append(content)
         raise InterruptedError
 

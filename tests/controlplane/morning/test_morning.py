@@ -70,7 +70,7 @@ def test_the_page_shows_it_to_a_viewer(night: Night, scope: Party) -> None:
         "version 3",
     ):
         assert text in page, text
-    assert page.count('<td class="wrap">What is ') == 20
+    assert page.count("<dt>Asked</dt><dd>What is ") == 20
     later = (timezone.now() + HOUR).isoformat()
     assert (
         "10, 3 added"

@@ -224,7 +224,7 @@ def test_resumed_before_it_stopped_a_job_is_queued_again(
         pausing.training_run_resume(run=run)
         abandon(*args)
 
-    monkeypatch.setattr(execution, "run_abandon", after_resuming)
+    monkeypatch.setattr(running, "run_abandon", after_resuming)
     thread = in_background(run, lambda: execution.training_run_execute(run.pk))
     wait_until(lambda: has_stepped(run))
     pausing.training_run_pause(run=run)
