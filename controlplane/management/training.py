@@ -318,7 +318,7 @@ class ScheduleView(TenantAPIView):
         """
         adapter = adapter_get(name=name)
         body = ScheduleSetSerializer.parsed(request)
-        known = Schedule.objects.filter(adapter=adapter).first()
+        known = Schedule.objects.allowed().filter(adapter=adapter).first()
         schedule = services.schedule_set(adapter=adapter, **settings_changed(known, body))
         return Response(ScheduleSerializer(schedule).data)
 
