@@ -143,7 +143,7 @@ def _additional_properties(validator: Any, value: Any, instance: Any, schema: An
     for name, item in instance.items():
         if name not in known and all(_is_found(each, name) is False for each in expressions):
             if value is False:
-                yield jsonschema.ValidationError("the schema has no such property", path=[name])
+                yield jsonschema.ValidationError(f"the schema has no property {name!r}")
             else:
                 yield from validator.descend(item, value, path=name)
 
