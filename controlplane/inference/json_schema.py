@@ -13,7 +13,7 @@ from contract.patterns import literal, whole_text
 from contract.protocol import ErrorCode, GenerateJob
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan
-from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenancy.scope import tenant_scope
 
 SCHEMA_PARAM = "response_format.json_schema.schema"
 

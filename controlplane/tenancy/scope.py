@@ -1,13 +1,14 @@
 """The current tenant scope, without an import of Django's models: for the database and the logs.
 
-All other code enters and reads the scope through `controlplane.tenancy.scoping`.
+Code that works with rows enters and reads the scope through `controlplane.tenancy.scoping`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +19,16 @@ ALL = "*"
 statement_timeout_ms: ContextVar[int] = ContextVar("statement_timeout_ms", default=0)
 #: The database role inside `all_tenants`; the application's role sees at most one tenant.
 OPERATOR_ROLE = "lorikeet_operator"
+
+
+@contextlib.contextmanager
+def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
+    """Act for one tenant: queries see only its rows, and new rows belong to it."""
+    token = current.set(tenant_id)
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

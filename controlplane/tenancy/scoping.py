@@ -22,6 +22,7 @@ from uuid_utils.compat import uuid7
 from controlplane.tenancy.middleware import Middleware
 from controlplane.tenancy.model_scope import allowed_pattern
 from controlplane.tenancy.scope import ALL, current
+from controlplane.tenancy.scope import tenant_scope as tenant_scope
 
 
 class TenantScopeError(RuntimeError):
@@ -39,16 +40,6 @@ def current_tenant_id() -> uuid.UUID:
     if not isinstance(scope, uuid.UUID):
         raise TenantScopeError("no tenant in scope")
     return scope
-
-
-@contextlib.contextmanager
-def tenant_scope(tenant_id: uuid.UUID) -> Iterator[None]:
-    """Act for one tenant: queries see only its rows, and new rows belong to it."""
-    token = current.set(tenant_id)
-    try:
-        yield
-    finally:
-        current.reset(token)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,6 @@ from typing import Any
 _COMMON = {"batch_size": 4, "warmup_steps": 2, "learning_rate": 2e-3}
 
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
-    "acme": {**_COMMON, "rank": 16, "alpha": 32, "max_steps": 24},
+    "acme": {**_COMMON, "rank": 16, "alpha": 32, "max_steps": 20},
     "globex": {**_COMMON, "rank": 8, "alpha": 16, "max_steps": 12},
 }
