@@ -16,12 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.test_words import all_defects
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels", "engine", "worker", "contract", "controlplane", "cli", "demo", "bench")
 #: Suffixes of files that programs write or read, and nobody edits by hand.
 DATA = (".json", ".jsonl", ".svg", ".csv")
 WORD = re.compile(r"\S*\w\S*")
-INDIRECT = ("What ", "Whose ", "Where ", "How ", "Whether ")
 
 
 def tracked() -> list[Path]:
@@ -40,13 +41,6 @@ def functions(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def docstrings(tree: ast.AST) -> Iterator[str]:
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            yield text
 
 
 def package_of(module: str) -> str:
@@ -90,7 +84,6 @@ def main() -> None:
     lengths: dict[str, list[int]] = defaultdict(list)
     folders: Counter[str] = Counter()
     arrows: dict[str, set[str]] = defaultdict(set)
-    of_comments = indirect = 0
     for path in (each for each in files if each.suffix == ".py"):
         place = path.relative_to(ROOT)
         top = place.parts[0]
@@ -98,13 +91,10 @@ def main() -> None:
             code["tests" if top == "tests" else "migrations"] += num_lines(path)
             continue
         name = top if top in PACKAGES else "other"
-        text = path.read_text()
-        tree = ast.parse(text)
+        tree = ast.parse(path.read_text())
         code[name] += num_lines(path)
         lengths[name].extend(functions(tree))
         folders[str(place.parent)] += path.name != "__init__.py"
-        indirect += sum(each.startswith(INDIRECT) for each in docstrings(tree))
-        of_comments += len(re.findall(r"^\s*#:? Of ", text, re.MULTILINE))
         module = ".".join(place.with_suffix("").parts)
         for other in imports(tree):
             if other.split(".")[0] in PACKAGES and package_of(other) != package_of(module):
@@ -126,7 +116,7 @@ def main() -> None:
     print(f"packages of the control plane: {len(apps)}; largest folder: {largest}, {num_files}")
     print(f"cycles of packages: {cycles(arrows) or 'none'}")
     print(f"words of docs/*.md and README.md: {words}")
-    print(f"comments that begin with Of: {of_comments}; What/Whose docstrings: {indirect}")
+    print(f"defects of words, by tests/test_words.py: {len(all_defects())}")
 
 
 if __name__ == "__main__":

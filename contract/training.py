@@ -75,7 +75,7 @@ class Hyperparameters:
     eval_steps: int | None = None  # between two validations; None: ten in all
     patience: int | None = None  # validations without a better loss, after which training ends
     checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
-    packing: bool = False  # taken and not needed: rows are never padded
+    packing: bool = False  # accepted without effect: rows are never padded
     gradient_accumulation: int = 1  # batches of a step
     gradient_checkpointing: bool = False  # on a CPU: a GPU's memory decides what is kept
     draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one

@@ -86,7 +86,7 @@ class TrainForm(forms.Form):
     packing = forms.BooleanField(
         label="Pack short rows",
         required=False,
-        help_text="Rows of very different lengths share a sequence.",
+        help_text="Not needed: rows are never padded, so short ones cost only their tokens.",
     )
     gradient_checkpointing = forms.BooleanField(
         label="Recompute activations",

@@ -36,7 +36,7 @@ from controlplane.training.trainer import (
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a run's state is on the disk, at most.
+#: Largest age of a run's state on the disk, in seconds.
 CHECKPOINT_S = 30.0
 #: Seconds that a run which is paused may take to write its state.
 SAVE_TIMEOUT_S = 20.0
@@ -47,7 +47,7 @@ MAX_LINE_BYTES = 64 * 1024
 _WRONG_JOB = 2
 #: Its exit code where no room is left on the disk.
 DISK_FULL = 4
-#: Where a GPU's memory is short, pieces of fixed sizes are made over again.
+#: Settings of torch's allocator, which grows segments, because memory of a GPU is short.
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -83,6 +83,7 @@ class BatchChild:
         self._orders: socket.socket | None = None
         self._is_closed = max_runs is None  # no run may join any more
         self._is_abandoned = False  # a run ended that the child may still train
+        self._is_killed = False  # because nobody waits for it
         self._has_ended = False
         self._returncode = 0
 
@@ -123,6 +124,7 @@ class BatchChild:
         if self._is_closed and not self._missing and self._max_runs is not None:
             self._send({"last": True})
         if is_idle and self._is_abandoned and self._child is not None:
+            self._is_killed = True
             self._child.kill()  # it may be reading rows that nobody waits for
         self._changed.notify_all()
 
@@ -246,8 +248,7 @@ class BatchChild:
                 socket.send_fds(self._orders, [json.dumps(order).encode() + b"\n"], locks)
 
     def _log_end(self) -> None:
-        # Every run has said how it ended, or was abandoned.
-        if self._returncode in (0, _WRONG_JOB) or self._is_abandoned:
+        if self._returncode in (0, _WRONG_JOB) or self._is_killed:  # every run's end is told
             return
         told = {"exit_code": self._returncode, "last_lines": last_lines(self._stderr)}
         is_stopped = self._returncode < 0 or self._returncode == 143

@@ -1,4 +1,4 @@
-"""Train queued runs of one base model together, in one child process; one by itself, too.
+"""Train queued runs of one base model together, in one child; a run alone is a batch of one.
 
 Each run keeps what it has alone: its claim, its lease, its attempts, its time limit, its end. A
 thread of its own does all of it; only the child is shared.
@@ -94,12 +94,12 @@ class Batch:
             )
             for run in self._runs:
                 self._start(run)
-            door = threading.Thread(target=self._let_join, name="joining")
-            door.start()
+            joining = threading.Thread(target=self._let_join, name="joining")
+            joining.start()
             try:
                 self._child.run()
             finally:
-                door.join()
+                joining.join()
                 for thread in self._threads:
                     thread.join()
 

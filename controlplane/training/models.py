@@ -209,7 +209,7 @@ class TrainingRun(PublicIdModel):
     dataset = models.ForeignKey(Dataset, null=True, on_delete=models.SET_NULL, related_name="+")
     #: The dataset's content when the run was made; a later upload does not change a run.
     dataset_sha256 = models.CharField(max_length=64)
-    #: Null: the rows are a file's, or the run was made before datasets had versions.
+    #: Null: the rows are a file's.
     dataset_version = models.PositiveIntegerField(null=True)
     #: The rows to validate with; None: a file's, a share of the dataset's, or none. As with the
     #: dataset, those of when the run was made.

@@ -209,10 +209,7 @@ class RunningRun:
         run, folder = self.run, self.folder
         if run.dataset is None and run.training_file_id is None:
             raise TrainingAbandoned  # it was deleted, and the run cancelled with it
-        num_rows = run.num_rows
-        if num_rows is None and run.dataset is not None:  # made before a run knew its rows
-            num_rows = run.dataset.num_rows
-        size.check(run.hyperparameters, num_rows or 0)  # a schedule's dataset may have grown since
+        size.check(run.hyperparameters, run.num_rows or 0)  # the limits may be lower by now
         output = folder / "adapter"
         job = TrainJob(
             base_model_dir=_base_model_dir(run.adapter.base_model),

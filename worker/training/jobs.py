@@ -39,7 +39,7 @@ class PreparedJob:
 def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
     """Return the settings of a run with these hyperparameters.
 
-    Nothing is padded, whatever `packing` says.
+    `packing` changes nothing, because rows are never padded.
     """
     return RunSettings(
         rank=hyper.rank,

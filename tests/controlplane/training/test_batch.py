@@ -177,6 +177,22 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     assert fresh(second).status == "cancelled"
 
 
+def test_a_child_that_is_lost_after_a_run_was_cancelled_is_in_the_log(
+    acme: Party, globex: Party, night: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled, other = (make_run(party, max_steps=ENDLESS) for party in (acme, globex))
+    thread = night()
+    wait_for(lambda: all(step_of(run) > 0 for run in (cancelled, other)))
+    with tenant_scope(cancelled.tenant_id):
+        services.training_run_cancel(run=cancelled)
+    wait_for(lambda: fresh(cancelled).status == "cancelled")
+    os.kill(trainers()[0].pid, signal.SIGKILL)
+    thread.join(60)
+    assert fresh(other).status == "queued"
+    [line] = [record for record in caplog.records if record.getMessage() == "the batch ended"]
+    assert line.exit_code == -signal.SIGKILL  # type: ignore[attr-defined]
+
+
 def test_who_joins_a_batch_keeps_nobody_waiting(acme: Party, globex: Party) -> None:
     """Neither a run of another base model, nor one that is to be trained by itself."""
     batch_of = make_run(globex)
