@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, StorageState, sync_playwright
+from playwright.sync_api import Browser, Page, StorageState, expect, sync_playwright
 
 from demo.commands import Commands
 from demo.ports import HOST, choose_ports
@@ -31,6 +31,8 @@ from tests.oidc_issuer import CLIENT_ID, CLIENT_SECRET, Issuer
 from tests.short_base import short_base
 
 ROOT = Path(__file__).parent.parent.parent
+# Playwright's 5 s are short for a page of a server that shares two cores with other tests.
+expect.set_options(timeout=20_000)
 EMAIL, PASSWORD = "owner@acme.example", "a long enough passphrase"
 #: Owns the tenant of `walked_pages`.
 WALKER = "owner@walk.example"

@@ -446,4 +446,5 @@ def test_a_long_row_takes_little_time(row: Any) -> None:
     begun = time.process_time()
     line = json.dumps(row).encode()
     assert lint(line).problems and converted(row)[1].problems
-    assert time.process_time() - begun < 1
+    # A slow machine takes 1.2 s for the longest; what is quadratic in 20,000 parts takes minutes.
+    assert time.process_time() - begun < 5

@@ -22,6 +22,7 @@ import psycopg
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from contract.protocol import job_key
 from controlplane.gateway.asgi import MAX_BODY_BYTES
 from tests.controlplane.schemas.test_kept_plans import new_schema
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
@@ -439,13 +440,18 @@ def test_a_client_that_leaves_a_stream_stops_its_generation(gateway: Gateway) ->
 
 
 def test_a_client_that_leaves_before_the_answer_stops_its_generation(gateway: Gateway) -> None:
-    before = len(cancelled(gateway))
+    before, ended = len(cancelled(gateway)), jobs(gateway)
     connection, file = open_request(gateway, max_tokens=490, stream=False)
-    time.sleep(0.1)
+    wait_for(lambda: jobs(gateway) - ended, what="the request's job")
     file.close()
     connection.close()
     rows = wait_for(lambda: cancelled(gateway)[before:], what="the cancelled request's usage")
     assert rows[0] < 490
+
+
+def jobs(gateway: Gateway) -> set[bytes]:
+    """Keys of the pool's jobs that Redis has."""
+    return set(gateway.live.redis.scan_iter(job_key(gateway.live.pool, "*")))
 
 
 def cancelled(gateway: Gateway) -> list[int]:
