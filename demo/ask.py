@@ -17,7 +17,9 @@ from demo.state import DemoState, TenantState
 MAX_TOKENS = 120
 #: Enough for a held-out answer; the base model would write more.
 HELD_OUT_MAX_TOKENS = 96
-CONCURRENCY = 20  # one batch: a CPU reads the weights once for one request or for all
+#: The base model is asked fewer: it writes to the limit, and gets nearly nothing right.
+NUM_BASE_PROMPTS = 8
+CONCURRENCY = 28  # one batch: a CPU reads the weights once for one request or for all
 
 INVOICE_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -111,6 +113,8 @@ async def measure(
 ) -> dict[str, Any]:
     """Measure the share of right invoice fields on held-out prompts: base model and adapter."""
     rows = score.heldout(tenant.slug)
+    asked = [(tenant.adapter, row) for row in rows]
+    asked += [(base_model, row) for row in rows[:NUM_BASE_PROMPTS]]
     gate = asyncio.Semaphore(CONCURRENCY)
     done = 0
 
@@ -126,16 +130,14 @@ async def measure(
                 temperature=0,
             )
         done += 1
-        report(done / (2 * len(rows)), f"{done}/{2 * len(rows)} prompts")
+        report(done / len(asked), f"{done}/{len(asked)} prompts")
         return score.invoice_fields(response.choices[0].message.content or "", row["expected"])
 
     async with client_of(state, tenant) as client:
-        models = (base_model, tenant.adapter)
-        results = await asyncio.gather(
-            *(fields(client, model, row) for model in models for row in rows)
-        )
+        results = await asyncio.gather(*(fields(client, model, row) for model, row in asked))
     return {
         "prompts": len(rows),
-        "base": round(score.share(results[: len(rows)]), 3),
-        "adapter": round(score.share(results[len(rows) :]), 3),
+        "adapter": round(score.share(results[: len(rows)]), 3),
+        "base_prompts": NUM_BASE_PROMPTS,
+        "base": round(score.share(results[len(rows) :]), 3),
     }

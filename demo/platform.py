@@ -60,7 +60,7 @@ class Platform:
     """Web, worker, accountant, batch runner and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
-        #: By process, in the order of `processes`.
+        #: By process.
         self.metrics_ports = dict(zip(NAMES, choose_ports(len(NAMES)), strict=True))
         # Only `manage.py migrate` connects as the tables' owner.
         self._env = {name: value for name, value in env.items() if name != "DATABASE_OWNER_URL"}
@@ -96,15 +96,13 @@ class Platform:
         )
 
     @property
-    def processes(self) -> tuple[ChildProcess, ...]:
-        """In the order in which to start them."""
+    def processes_without_base(self) -> tuple[ChildProcess, ...]:
+        """Return those that start while the base model is not there, in order."""
         return (
-            self.worker,
             self.web,
             self.accountant,
             self.batch_runner,
             self.celery,
-            self.trainer,
             self.inspector,
             self.beat,
         )

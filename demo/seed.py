@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from demo.commands import ROOT, Commands, failed
@@ -36,8 +35,8 @@ def migrate(commands: Commands) -> None:
     commands.run("collectstatic", "--no-input", "--verbosity=0")
 
 
-def seed(commands: Commands, state: DemoState, base_model_dir: Path) -> None:
-    """Make the operator, the base model, and each tenant with an admin and a key.
+def seed(commands: Commands, state: DemoState) -> None:
+    """Make the operator, and each tenant with an admin and a key.
 
     Can be run again after it failed half-way; keys already made are kept.
     """
@@ -47,7 +46,6 @@ def seed(commands: Commands, state: DemoState, base_model_dir: Path) -> None:
         "--password-stdin",
         stdin=state.operator_password + "\n",
     )
-    commands.run("base_model_add", str(base_model_dir))
     for tenant in state.tenants:
         _seed_tenant(commands, tenant)
 

@@ -37,7 +37,7 @@ class DemoState:
     is_seeded: bool = False
     #: Whether the tenants' schedules are set, and were run once.
     is_scheduled: bool = False
-    #: Share of right fields on the held-out invoices: {"prompts", "base", "adapter"}.
+    #: Shares of right fields, and numbers of held-out invoices, as `ask.measure` returns them.
     measured: dict[str, Any] | None = None
     #: The number of acme's second version, which is held back; None until it is ready.
     held_version: int | None = None

@@ -28,15 +28,29 @@ CRON, TIMEZONE = "30 2 * * *", "Europe/Berlin"
 TIMEOUT_S = 1800.0
 
 
-def schedule(commands: Commands, tenants: list[TenantState]) -> None:
-    """Upload each tenant's rows, set its adapter's schedule, and run it once. Raises StepFailed."""
+def upload_rows(commands: Commands, tenants: list[TenantState]) -> None:
+    """Make each tenant's dataset. Raises StepFailed."""
     for tenant in tenants:
         rows = ROOT / "demo" / "data" / f"{tenant.slug}.jsonl"
-        of_tenant, name = f"--tenant={tenant.slug}", f"{tenant.adapter}-rows"
-        commands.run("dataset_add", of_tenant, f"--name={name}", str(rows))
+        name = _dataset_name(tenant)
+        commands.run("dataset_add", f"--tenant={tenant.slug}", f"--name={name}", str(rows))
+
+
+def _dataset_name(tenant: TenantState) -> str:
+    return f"{tenant.adapter}-rows"
+
+
+def schedule(commands: Commands, tenants: list[TenantState]) -> None:
+    """Set the schedule of each tenant's adapter, and run it once. Raises StepFailed."""
+    for tenant in tenants:
         commands.run(
-            *("schedule_set", of_tenant, f"--adapter={tenant.adapter}", f"--dataset={name}"),
-            *(f"--base-model={PACKAGED_MODEL}", f"--cron={CRON}", f"--timezone={TIMEZONE}"),
+            "schedule_set",
+            f"--tenant={tenant.slug}",
+            f"--adapter={tenant.adapter}",
+            f"--dataset={_dataset_name(tenant)}",
+            f"--base-model={PACKAGED_MODEL}",
+            f"--cron={CRON}",
+            f"--timezone={TIMEZONE}",
             f"--hyperparameters={json.dumps(HYPERPARAMETERS[tenant.slug])}",
             "--run-now",
         )

@@ -74,7 +74,7 @@ class Demo:
         started = time.monotonic()
         self._claim_folder()
         state = DemoState.load(self._state_file)
-        converting = self._begin_conversion()  # beside the servers' start and the migrations
+        converting = self._begin_conversion()  # beside all that does not read the model
         with self.screen.step("PostgreSQL, Redis and SeaweedFS run"):
             stack = EmbeddedStack(self.folder / "stack")
             self._stopping.callback(stack.stop)
@@ -91,12 +91,12 @@ class Demo:
         with Commands(env) as commands:
             with self.screen.step("Database migrated"):
                 seed.migrate(commands)
-            self._wait_for_conversion(converting)
-            self._stopping.callback(self._supervisor.stop)
-            for process in platform.processes:
-                if process is not platform.trainer:
-                    self._supervisor.start(process)
             self._seed(commands, state)
+            self._stopping.callback(self._supervisor.stop)
+            for process in platform.processes_without_base:
+                self._supervisor.start(process)
+            self._wait_for_conversion(converting)
+            self._supervisor.start(platform.worker)
             self._schedule(commands, state)
         self._supervisor.start(platform.trainer)  # last, so that it finds both runs
         with self.screen.step("Web, worker, accountant, batch runner and Celery run"):
@@ -167,9 +167,10 @@ class Demo:
     def _seed(self, commands: Commands, state: DemoState) -> None:
         if state.is_seeded:
             return
-        with self.screen.step("Tenants acme and globex, their owners and keys made"):
+        with self.screen.step("Tenants acme and globex, their owners, keys and datasets made"):
             try:
-                seed.seed(commands, state, self.base_model_dir)
+                seed.seed(commands, state)
+                training.upload_rows(commands, state.tenants)
             finally:
                 state.save(self._state_file)  # now, because the keys cannot be read again
         state.is_seeded = True
@@ -182,7 +183,8 @@ class Demo:
         """Have both adapters trained by schedules, which run once now."""
         if state.is_scheduled or all(tenant.digest for tenant in state.tenants):
             return
-        with self.screen.step("Datasets uploaded; schedules set, and run once now"):
+        with self.screen.step("Base model added; schedules set, and run once now"):
+            commands.run("base_model_add", str(self.base_model_dir))
             training.schedule(commands, state.tenants)
         state.is_scheduled = True
         state.save(self._state_file)
@@ -214,7 +216,8 @@ class Demo:
         measured = state.measured
         self.screen.print(
             f"  right fields on {measured['prompts']} held-out invoices: "
-            f"base {measured['base']:.0%}, adapter {measured['adapter']:.0%}{when}"
+            f"adapter {measured['adapter']:.0%}; "
+            f"base {measured['base']:.0%} on {measured['base_prompts']} of them{when}"
         )
 
     def _show_first(self, state: DemoState, tenant: TenantState) -> None:

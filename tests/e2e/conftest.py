@@ -44,7 +44,8 @@ def system(stack: EmbeddedStack) -> Iterator[System]:
     )
     with Commands(env) as commands:  # its database is migrated
         commands.run("collectstatic", "--no-input", "--verbosity=0")
-        seed.seed(commands, state, base_model_dir)
+        seed.seed(commands, state)
+        commands.run("base_model_add", str(base_model_dir))
     # What trains, inspects and reports is a fork, but in the long tests.
     if not is_whole:
         env["PYTHONPATH"] = str(warm_site(folder))
