@@ -36,7 +36,7 @@ from bench import gate_rows  # noqa: E402
 from bench.gate_base import write_base  # noqa: E402
 from bench.gate_rows import BAD, KINDS, Message, Row  # noqa: E402
 from bench.machine import environment, write_result  # noqa: E402
-from contract import chat_rows  # noqa: E402
+from contract.training import chat_rows  # noqa: E402
 from controlplane.evaluations import checks, leakage  # noqa: E402
 from controlplane.evaluations.asking import turn_end  # noqa: E402
 from controlplane.evaluations.comparison import Changed, pair_of  # noqa: E402

@@ -20,8 +20,8 @@ from typing import Any
 import redis
 
 from bench.machine import environment, write_result
-from contract import protocol
-from contract.protocol import AdapterRef, GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import AdapterRef, GenerateJob
 from contract.queue import fair_queue, scripts
 from controlplane.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
 from demo.ports import HOST, choose_ports

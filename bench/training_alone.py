@@ -46,7 +46,7 @@ def plain(job_path: str) -> None:
         set_seed,
     )
 
-    from contract.training import TrainJob
+    from contract.training.job import TrainJob
     from engine.text.codec import TextCodec
     from worker.training.chat_data import load_data
     from worker.training.device import training_dtype

@@ -31,7 +31,7 @@ from django.http import Http404, JsonResponse
 from rest_framework import exceptions as drf
 from rest_framework.response import Response
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
-from contract.child_environment import child_environment
-from contract.daily_window import DailyWindow
-from contract.gpu_share import trainer_gpu_share
-from contract.log_lines import log_uncaught
+from contract.process.child_environment import child_environment
+from contract.process.log_lines import log_uncaught
+from contract.training.daily_window import DailyWindow
+from contract.training.gpu_share import trainer_gpu_share
 from controlplane.beat import beat_schedule
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings

@@ -5,7 +5,7 @@ from django.http import HttpRequest, HttpResponse
 from django.urls import include, path
 from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
-from contract.probe_server import ready_body
+from contract.adapters.probe_server import ready_body
 from controlplane.infra import readiness
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import redis
 
-from contract.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
+from contract.messages.protocol import PAYLOAD_FIELD, Heartbeat, worker_key
 from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command
 from demo.seed import ROOT

@@ -19,7 +19,8 @@
     ├── OutOfMemory                  internal
     └── UnsupportedModel             internal
 
-The right column is `code`: the value of `contract.protocol.ErrorCode` that a client receives.
+The right column is `code`: the value of `contract.messages.protocol.ErrorCode` that a client
+receives.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contract.ecma_regex import BadPattern
-from contract.formats import PATTERNS
-from contract.patterns import texts_of
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.formats import PATTERNS
+from contract.schemas.patterns import texts_of
 from engine.errors import BadGrammar
 
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may

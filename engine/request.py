@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from contract.protocol import FinishReason as FinishReason
+from contract.messages.protocol import FinishReason as FinishReason
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 

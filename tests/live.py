@@ -25,7 +25,7 @@ import psycopg
 import pytest
 import redis
 
-from contract import protocol
+from contract.messages import protocol
 from demo.ports import choose_ports
 from demo.stack import EmbeddedStack
 from tests.database import migrated_database, operator_url

@@ -15,7 +15,7 @@ import django
 
 django.setup()
 
-from contract.protocol import adapter_digest  # noqa: E402
+from contract.messages.protocol import adapter_digest  # noqa: E402
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
 from controlplane.infra import storage  # noqa: E402
 from controlplane.tenancy.scoping import tenant_scope  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.protocol import Control, GenerateJob, Heartbeat
+from contract.messages.protocol import Control, GenerateJob, Heartbeat
 
 
 def make_job(**fields: Any) -> GenerateJob:

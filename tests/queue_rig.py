@@ -10,8 +10,8 @@ from typing import Any
 
 import redis
 
-from contract import protocol
-from contract.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
 from contract.queue import fair_queue, scripts
 from controlplane.limits.admit import ADMIT, Admitted, Limits, Refusal, admit_args, read_verdict
 

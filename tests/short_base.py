@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from contract.base_model import MANIFEST
+from contract.adapters.base_model import MANIFEST
 from worker.base_model import packaged_model
 
 CACHE = Path(__file__).parent.parent / ".cache"

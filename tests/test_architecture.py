@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from contract import protocol
+from contract.messages import protocol
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (

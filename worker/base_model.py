@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from contract.base_model import MANIFEST
+from contract.adapters.base_model import MANIFEST
 
 __all__ = ["MANIFEST", "PACKAGED_MODEL", "convert", "packaged_gguf", "packaged_model"]
 

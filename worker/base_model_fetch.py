@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from contract.base_model import MANIFEST, BaseModelFolder, NotABaseModel, as_name
+from contract.adapters.base_model import MANIFEST, BaseModelFolder, NotABaseModel, as_name
 from worker.base_model import packaged_gguf, packaged_model
 from worker.config import BaseModelConfig, ConfigError
 

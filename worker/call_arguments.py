@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from contract.row_messages import Row
+from contract.training.row_messages import Row
 from engine.dash.answer_check import make_check
 
 NOT_CHECKED = "not checked"

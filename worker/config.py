@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
-from contract.child_environment import child_environment
-from contract.daily_window import DailyWindow
-from contract.gpu_share import trainer_gpu_share
-from contract.log_lines import FORMATS, LEVELS
+from contract.adapters.base_model import BaseModelFolder, NotABaseModel, find_base_model
+from contract.process.child_environment import child_environment
+from contract.process.log_lines import FORMATS, LEVELS
+from contract.training.daily_window import DailyWindow
+from contract.training.gpu_share import trainer_gpu_share
 
 #: Longest path of a Unix socket on Linux, in bytes.
 _MAX_SOCKET_BYTES = 107

@@ -2,7 +2,7 @@
 
     python -m worker.dataset_report JOB.json
 
-JOB.json is `contract.dataset_report.ReportJob`. Standard output carries one JSON object:
+JOB.json is `contract.training.dataset_report.ReportJob`. Standard output carries one JSON object:
 
     {"num_rows", "duplicates": {"count", "lines": [[line, first line]]},
      "added": {"num_rows", "duplicates"},    of these: duplicates of earlier rows
@@ -27,9 +27,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
-from contract.dataset_report import MAX_PLACES, ReportJob
-from contract.row_messages import Row
+from contract.training.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
+from contract.training.dataset_report import MAX_PLACES, ReportJob
+from contract.training.row_messages import Row
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
 from worker.call_arguments import NOT_CHECKED, SchemaCheck, learned_calls

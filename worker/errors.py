@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 
 
 class Refused(Exception):

@@ -2,8 +2,8 @@
 
     python -m worker.inspect_adapter JOB.json
 
-JOB.json is `contract.inspection.InspectJob`: the folders of the base model and of the adapter's
-two files. Standard output carries one JSON object and nothing else:
+JOB.json is `contract.adapters.inspection.InspectJob`: the folders of the base model and of the
+adapter's two files. Standard output carries one JSON object and nothing else:
 
     {"reference": {"dtype", "prompts": [{"token_ids", "adapter", "base"}]},
      "doctor": {"summary", "modules", "findings"}}
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from contract.inspection import InspectJob
+from contract.adapters.inspection import InspectJob
 from worker.one_job import answer_job
 
 

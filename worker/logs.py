@@ -14,8 +14,8 @@ from typing import Any
 import structlog
 from structlog.typing import Processor
 
-from contract.log_lines import OWN_LOGGERS, add_origin, levels, log_uncaught
-from contract.log_secrets import mask_secrets
+from contract.process.log_lines import OWN_LOGGERS, add_origin, levels, log_uncaught
+from contract.process.log_secrets import mask_secrets
 
 _MAX_FRAMES = 30
 #: Libraries that give their loggers handlers of their own.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract.adapter_problems import AdapterProblems
+from contract.adapters.problems import AdapterProblems
 from worker.child import take_stdout
 
 

@@ -60,8 +60,8 @@ standard input is a socket, {"add", "lock": true} brings a descriptor, which sta
 job has ended.
 
 A job with `judge_dir` has its adapter scored once it is trained, beside the live version, between
-the others' steps (`contract.judging`), from its event `judging` to `done`. A failure of the scoring
-does not fail the run.
+the others' steps (`contract.training.judging`), from its event `judging` to `done`. A failure of
+the scoring does not fail the run.
 
 With --worker SOCKET the batch is trained by the serving worker that made the socket
 (LORIKEET_TRAINING_SOCKET), over the base that it holds, whenever it has room; this process reads
@@ -88,7 +88,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from contract.training import JobError, TrainJob
+from contract.training.job import JobError, TrainJob
 from worker.child import DISK_FULL, EventLog, Stopped, is_disk_full, take_stdout
 from worker.training.arrivals import Arrivals
 from worker.training.orders import read_orders

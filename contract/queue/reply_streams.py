@@ -16,7 +16,7 @@ The size of both is bounded by the lines under way; both are removed when the ba
 
 from __future__ import annotations
 
-from contract.protocol import OUT_STREAM_TTL_S
+from contract.messages.protocol import OUT_STREAM_TTL_S
 
 _PREFIX = "batch-"
 #: Seconds that a batch's stream is kept: the longest time of a batch, and as long again for a

@@ -1,7 +1,7 @@
 """Load the queue's Lua scripts, one in each `.lua` file beside this one.
 
 Two things in them are not Lua. The line `--#include NAME` stands for the file NAME.lua; `{NAME}`
-stands for the constant NAME of `contract.protocol`, `fair_queue` or `reply_streams`.
+stands for the constant NAME of `contract.messages.protocol`, `fair_queue` or `reply_streams`.
 
 All changes to a request go through a script that compares the lease first: a worker that was paused
 and replaced can no longer publish, acknowledge or bill. Each script may be repeated after a lost
@@ -14,7 +14,7 @@ import functools
 import re
 from pathlib import Path
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue, reply_streams
 
 _FOLDER = Path(__file__).parent

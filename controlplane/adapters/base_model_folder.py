@@ -7,7 +7,7 @@ from pathlib import Path
 
 from django.conf import settings
 
-from contract.base_model import BaseModelFolder, NotABaseModel, find_base_model
+from contract.adapters.base_model import BaseModelFolder, NotABaseModel, find_base_model
 
 
 def configured_base_model() -> BaseModelFolder | None:

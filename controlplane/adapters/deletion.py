@@ -17,8 +17,8 @@ from django.db.models import Q, Sum
 from django.utils import timezone
 from redis.exceptions import RedisError
 
-from contract import protocol
-from contract.deleted_adapters import GONE_TTL_S, gone_key
+from contract.adapters.deleted import GONE_TTL_S, gone_key
+from contract.messages import protocol
 from controlplane.adapters import orphaned_objects, promotion, users
 from controlplane.adapters.models import Adapter, AdapterVersion, DeletedVersion, Promotion
 from controlplane.audit.services import record

@@ -8,7 +8,7 @@ import datetime as dt
 from django.db import transaction
 from django.utils import timezone
 
-from contract import peft_config, safetensors_header
+from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters.models import AdapterVersion
 from controlplane.audit.services import record
 from controlplane.errors import Conflict

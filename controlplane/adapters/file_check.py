@@ -12,8 +12,8 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import upload_check_process
-from contract.peft_config import MAX_RANK
+from contract.adapters import upload_check_process
+from contract.adapters.peft_config import MAX_RANK
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.rejection import MAX_REASONS, Reason, Rejected
 from controlplane.infra import metrics, sealed_child

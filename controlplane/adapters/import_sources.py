@@ -17,8 +17,8 @@ from urllib.parse import quote, urlsplit
 from cryptography.fernet import InvalidToken
 from django.conf import settings
 
-from contract import peft_config, safetensors_header
-from contract.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
+from contract.adapters import peft_config, safetensors_header
+from contract.adapters.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
 from controlplane.adapters.rejection import Rejected
 from controlplane.errors import InvalidRequest
 from controlplane.infra import outbound

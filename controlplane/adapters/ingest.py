@@ -17,10 +17,10 @@ from typing import Any
 from django.db import transaction
 from django.utils import timezone
 
-from contract.peft_config import FILE as _CONFIG
-from contract.peft_config import load_json
-from contract.protocol import adapter_digest_of
-from contract.safetensors_header import FILE as _TENSORS
+from contract.adapters.peft_config import FILE as _CONFIG
+from contract.adapters.peft_config import load_json
+from contract.adapters.safetensors_header import FILE as _TENSORS
+from contract.messages.protocol import adapter_digest_of
 from controlplane.adapters import orphaned_objects, probing, promotion, uploads
 from controlplane.adapters.file_check import Accepted, files_check
 from controlplane.adapters.models import AdapterVersion, VersionImport, VersionUpload

@@ -169,7 +169,7 @@ class AdapterVersion(TenantModel):
     number = models.PositiveIntegerField()
     status = models.CharField(max_length=16, choices=Status, default=Status.UPLOADING)
     source = models.CharField(max_length=16, choices=Source, default=Source.UPLOAD)
-    #: `contract.protocol.adapter_digest`; set when ready.
+    #: `contract.messages.protocol.adapter_digest`; set when ready.
     digest = models.CharField(max_length=64, blank=True)
     #: An import's host; from the Hub also repository, revision and the commit, when known.
     origin = models.JSONField(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract.protocol import AdapterRef
+from contract.messages.protocol import AdapterRef
 from controlplane.adapters.models import AdapterVersion
 
 

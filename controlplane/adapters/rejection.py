@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from contract.adapter_problems import AdapterProblems
+from contract.adapters.problems import AdapterProblems
 
 MAX_REASONS = 20
 

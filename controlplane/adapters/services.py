@@ -16,8 +16,8 @@ from django.db.models import Max, Q, Sum
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from contract import peft_config, safetensors_header
-from contract.base_shape import BaseShape, context_length
+from contract.adapters import peft_config, safetensors_header
+from contract.adapters.base_shape import BaseShape, context_length
 from controlplane.adapters import (
     ingest,
     orphaned_objects,
@@ -196,7 +196,7 @@ def adapter_version_create(
     origin            where an import comes from
     is_multipart      the files come by parts: see `adapters.uploads`
     base_model_name   optional for an existing adapter, or when there is only one base model
-    accepts_base_mismatch  the config may name another base model: see `contract.base_claim`
+    accepts_base_mismatch  the config may name another base model, see `adapters.base_claim`
     Raises InvalidRequest, also when a quota is full, Conflict when the adapter has
     another base model, RateLimited when too many versions wait for their files.
     """

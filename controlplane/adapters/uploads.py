@@ -16,7 +16,7 @@ from typing import Any
 
 from django.db import transaction
 
-from contract import peft_config, safetensors_header
+from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters.models import AdapterVersion, VersionUpload
 from controlplane.adapters.rejection import Reason, Rejected
 from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable

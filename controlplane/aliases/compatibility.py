@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from contract.protocol import canonical_json
+from contract.messages.protocol import canonical_json
 from controlplane.schemas.pointers import join
 
 _LEAST = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from contract.protocol import DoneRecord, ErrorCode, FinishReason
+from contract.messages.protocol import DoneRecord, ErrorCode, FinishReason
 from controlplane.aliases.models import AliasPart, AliasRevision, TargetCount
 from controlplane.aliases.verdict import FIRST_TOKEN_UNIT_MS, TOKEN_UNIT_MS, Counts, bucket_of
 

@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from contract.protocol import DoneRecord
+from contract.messages.protocol import DoneRecord
 from controlplane.aliases import counting, ramps, services
 from controlplane.aliases.comparison import compare
 from controlplane.aliases.guards import guard_read

@@ -20,7 +20,7 @@ from typing import TypeVar
 from django.db import close_old_connections
 from django.utils import timezone
 
-from contract import line_reader
+from contract.process import line_reader
 from controlplane.batches import lines, output, results
 from controlplane.batches.collecting import collect
 from controlplane.batches.concurrency import Concurrency

@@ -13,7 +13,7 @@ from typing import Self
 from django.db.models import Q, QuerySet, Sum
 from django.utils.http import urlencode
 
-from contract.protocol import FinishReason
+from contract.messages.protocol import FinishReason
 from controlplane.adapters.models import AdapterVersion
 from controlplane.console.charts import (
     BarChart,

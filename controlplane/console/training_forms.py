@@ -6,7 +6,7 @@ from typing import Any
 
 from django import forms
 
-from contract.training import BOUNDS
+from contract.training.job import BOUNDS
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.errors import InvalidRequest

@@ -19,7 +19,7 @@ from django.contrib.sessions.models import Session
 from django.db import models, transaction
 from django.utils import timezone
 
-from contract import protocol
+from contract.messages import protocol
 from controlplane.adapters import deletion as adapters
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
 from controlplane.aliases.models import AliasRevision, is_current

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from contract.protocol import GenerateJob, Task, TokenEvent
+from contract.messages.protocol import GenerateJob, Task, TokenEvent
 from controlplane.aliases.models import AliasPart
 from controlplane.errors import ApiError, Unavailable
 from controlplane.evaluations.models import Case, Evaluation

@@ -14,8 +14,9 @@ from pathlib import Path
 from django.db import transaction
 from django.db.models import QuerySet
 
-from contract import judging, peft_config, safetensors_header
-from contract.judging import ExpectedAnswer, Given, Score
+from contract.adapters import peft_config, safetensors_header
+from contract.training import judging
+from contract.training.judging import ExpectedAnswer, Given, Score
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.errors import InvalidRequest, NotFound
 from controlplane.evaluations.models import BatchScores, Case, Evaluation, SuiteVersion

@@ -23,9 +23,9 @@ from typing import Any
 import jsonschema
 from jsonschema_specifications import REGISTRY
 
-from contract.ecma_regex import BadPattern
 from contract.exact_numbers import is_integer, is_multiple, read_decimal
-from contract.patterns import read_pattern
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import read_pattern
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, plan
 from controlplane.tenants.models import is_slug

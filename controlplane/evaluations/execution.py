@@ -20,7 +20,7 @@ from django.db import connection, transaction
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
-from contract.judging import Score
+from contract.training.judging import Score
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, NotFound
 from controlplane.evaluations import asking, batch_scores, checks, searching, services

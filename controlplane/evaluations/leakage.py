@@ -14,9 +14,9 @@ from typing import Any
 
 from django.db.models import Q
 
-from contract import chat_rows
-from contract.line_reader import lines
-from contract.row_messages import Row
+from contract.process.line_reader import lines
+from contract.training import chat_rows
+from contract.training.row_messages import Row
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
 from controlplane.training import contents

@@ -193,7 +193,7 @@ class BatchScores(TenantModel):
     digest = models.CharField(max_length=64)
     live_digest = models.CharField(max_length=64)
     base_revision = models.CharField(max_length=64)
-    #: `contract.judging.cases_sha256` of the cases that were scored.
+    #: `contract.training.judging.cases_sha256` of the cases that were scored.
     cases_sha256 = models.CharField(max_length=64)
     #: [log-probability or null, tokens] of each case with an expected answer, in their order.
     candidate = models.JSONField()

@@ -7,8 +7,8 @@ import json
 import logging
 from collections.abc import Sequence
 
-from contract import pattern_search_process
-from contract.sealed_process import MAX_WORK_BYTES
+from contract.process.sealed_process import MAX_WORK_BYTES
+from contract.schemas import pattern_search_process
 from controlplane.infra import sealed_child
 from controlplane.infra.sealed_child import Bounds, run_sealed
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from django.db import transaction
 from django.db.models import QuerySet, Sum
 
-from contract import chat_rows
-from contract.line_reader import lines
-from contract.row_messages import Row
+from contract.process.line_reader import lines
+from contract.training import chat_rows
+from contract.training.row_messages import Row
 from controlplane.adapters.models import Adapter
 from controlplane.audit.services import record
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, Unavailable

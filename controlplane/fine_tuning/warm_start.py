@@ -10,8 +10,8 @@ import dataclasses
 import re
 from typing import Any
 
-from contract.adapter_problems import AdapterProblems
-from contract.peft_config import UPLOAD_LIMITS, LoraConfig, load_json, read_config
+from contract.adapters.peft_config import UPLOAD_LIMITS, LoraConfig, load_json, read_config
+from contract.adapters.problems import AdapterProblems
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.resolution import check_serving, model_resolve
 from controlplane.errors import InvalidRequest, Unavailable

@@ -26,7 +26,7 @@ from django.contrib.auth import get_user
 from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponseBase, StreamingHttpResponse
 
-from contract.protocol import GenerateJob
+from contract.messages.protocol import GenerateJob
 from controlplane.audit.origin import request_origin
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
 from controlplane.gateway import last_uses

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from django.http import StreamingHttpResponse
 
-from contract.protocol import TokenEvent
+from contract.messages.protocol import TokenEvent
 from controlplane.errors import ApiError
 from controlplane.inference.service import Generation
 

@@ -14,7 +14,7 @@ from django.http import HttpResponseBase, JsonResponse
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.protocol import GenerateJob, Task, TokenEvent
+from contract.messages.protocol import GenerateJob, Task, TokenEvent
 from controlplane.errors import PayloadTooLarge, Unavailable
 from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.inference.bodies import Body, FirstFault, refused

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from contract.protocol import FinishReason, TokenEvent, Usage
-from contract.tool_calls import CallReader, Piece
+from contract.messages.protocol import FinishReason, TokenEvent, Usage
+from contract.messages.tool_calls import CallReader, Piece
 
 Json = dict[str, Any]
 

@@ -21,8 +21,8 @@ import json
 import re
 from collections.abc import Iterator
 
-from contract.ecma_regex import BadPattern
-from contract.patterns import character_range, literal, whole_text
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import character_range, literal, whole_text
 
 MAX_CHARS = 16_384
 MAX_RULES = 500

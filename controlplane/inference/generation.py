@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from contract.protocol import ErrorCode, GenerateJob, Sampling, Task
+from contract.messages.protocol import ErrorCode, GenerateJob, Sampling, Task
 from controlplane.adapters.references import adapter_ref
 from controlplane.inference.access import Caller
 from controlplane.inference.ebnf import to_lark

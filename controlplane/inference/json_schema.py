@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from contract.ecma_regex import BadPattern
-from contract.patterns import literal, whole_text
-from contract.protocol import ErrorCode, GenerateJob
+from contract.messages.protocol import ErrorCode, GenerateJob
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import literal, whole_text
 from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Plan, Status, paths, plan
 from controlplane.tenancy.scope import tenant_scope

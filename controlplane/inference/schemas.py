@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from contract.tool_calls import CalledFunctions
+from contract.messages.tool_calls import CalledFunctions
 from controlplane.inference.bodies import Body, FirstFault, Label, at_most, refused, without_nul
 from controlplane.inference.constraints import Constrained
 from controlplane.inference.messages import Message

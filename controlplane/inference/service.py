@@ -30,7 +30,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+from contract.messages.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.access import Caller, ServedModel
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from contract.tool_calls import read_arguments
+from contract.messages.tool_calls import read_arguments
 from controlplane.inference.bodies import Body, Replayed, unsupported
 from controlplane.inference.json_schema import checked_schema
 

@@ -13,7 +13,7 @@ from django.conf import settings
 from django.core.cache import cache
 from redis.exceptions import RedisError
 
-from contract.alive_file import AliveFile
+from contract.process.alive_file import AliveFile
 
 #: Silence after which a main loop counts as stuck; Compose's health checks have the same.
 SILENCE_S = 60.0

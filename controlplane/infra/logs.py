@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 from structlog.typing import Processor
 
-from contract.log_lines import FORMATS, LEVELS, OWN_LOGGERS, add_origin, levels
-from contract.log_secrets import mask_secrets
+from contract.process.log_lines import FORMATS, LEVELS, OWN_LOGGERS, add_origin, levels
+from contract.process.log_secrets import mask_secrets
 
 #: Objects that Django and uvicorn add, and a second form of the message.
 _NOISE = ("request", "server_time", "color_message")

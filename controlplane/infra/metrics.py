@@ -29,7 +29,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from contract.probe_server import PortTaken, ProbeServer
+from contract.adapters.probe_server import PortTaken, ProbeServer
 from controlplane.infra import liveness, readiness
 
 log = logging.getLogger(__name__)

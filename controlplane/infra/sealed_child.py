@@ -1,7 +1,8 @@
 """Run one piece of work on a stranger's bytes in a sealed child process.
 
-The child is `python -m MODULE`, which calls `contract.sealed_process.serve`; docs/security.md says
-what holds it. Here it is started without secrets, watched, and killed past its limits.
+The child is `python -m MODULE`, which calls `contract.process.sealed_process.serve`;
+docs/security.md says what holds it. Here it is started without secrets, watched, and killed past
+its limits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from contract.sealed_process import OUT_OF_MEMORY
+from contract.process.sealed_process import OUT_OF_MEMORY
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Broken(Exception):
 class Ended:
     """The answer of a child, and its cost.
 
-    walls  the walls around it, as `contract.sealed_process` names them
+    walls  the walls around it, as `contract.process.sealed_process` names them
     """
 
     answer: dict[str, Any]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.inspection import MAX_ANSWER_BYTES, InspectJob
+from contract.adapters.inspection import MAX_ANSWER_BYTES, InspectJob
 from controlplane.training.last_lines import last_lines
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from contract import peft_config, safetensors_header
-from contract.adapter_problems import AdapterProblems
-from contract.inspection import InspectJob
-from contract.peft_config import load_json
-from contract.protocol import ErrorCode, adapter_digest
+from contract.adapters import peft_config, safetensors_header
+from contract.adapters.inspection import InspectJob
+from contract.adapters.peft_config import load_json
+from contract.adapters.problems import AdapterProblems
+from contract.messages.protocol import ErrorCode, adapter_digest
 from controlplane.adapters import ingest, promotion
 from controlplane.adapters.base_model_folder import local_base_model
 from controlplane.adapters.models import Adapter, AdapterInspection, AdapterVersion

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from contract.inspection import PROBE_ENDPOINT, TOP
-from contract.protocol import AdapterRef, GenerateJob, Sampling, TokenEvent
+from contract.adapters.inspection import PROBE_ENDPOINT, TOP
+from contract.messages.protocol import AdapterRef, GenerateJob, Sampling, TokenEvent
 from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import Unavailable
 from controlplane.inspections.comparison import Scores

@@ -9,7 +9,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from contract.row_messages import WrongRow
+from contract.training.row_messages import WrongRow
 from controlplane.errors import InvalidRequest
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField

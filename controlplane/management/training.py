@@ -15,7 +15,7 @@ from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from contract.training import Hyperparameters
+from contract.training.job import Hyperparameters
 from controlplane.adapters.services import adapter_get
 from controlplane.deletion import services as deletion
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge

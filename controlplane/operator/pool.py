@@ -7,7 +7,7 @@ from typing import Any
 from django.conf import settings
 from django.db import transaction
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.audit.services import record_named
 from controlplane.errors import NotFound

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.infra.redis_client import redis_client
 from controlplane.operator.pool import CLASSES

@@ -19,8 +19,8 @@ from django.db import DataError, IntegrityError, connection
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from contract import protocol
-from contract.protocol import DoneRecord
+from contract.messages import protocol
+from contract.messages.protocol import DoneRecord
 from controlplane.infra.liveness import note_alive, show_alive
 from controlplane.infra.metrics import USAGE_RECORDS
 from controlplane.infra.outages import DATABASE_OUTAGE

@@ -8,8 +8,8 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import protocol
-from contract.protocol import ErrorCode, GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import ErrorCode, GenerateJob
 from contract.queue import fair_queue
 from controlplane.errors import ApiError, Conflict, RateLimited, Unavailable
 from controlplane.limits.admit import (

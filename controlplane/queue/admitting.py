@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract import protocol
-from contract.protocol import GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import GenerateJob
 from controlplane.infra.threads import query_in_thread
 from controlplane.limits.admit import (
     ADMIT,

@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from contract import protocol
-from contract.protocol import AdapterRef, GenerateJob, TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import AdapterRef, GenerateJob, TokenEvent
 from contract.queue import reply_streams, scripts
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE

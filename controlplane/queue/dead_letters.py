@@ -14,8 +14,8 @@ from django.db import DataError, IntegrityError, transaction
 from django.utils import timezone
 from redis.exceptions import ResponseError
 
-from contract import protocol
-from contract.protocol import GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import GenerateJob
 from contract.queue import fair_queue
 from controlplane.aliases.watching import quarantined_canaries_fail
 from controlplane.audit.services import record, record_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from contract.protocol import Heartbeat
+from contract.messages.protocol import Heartbeat
 
 #: Weight of the newest measurement.
 _SHARE = 0.3

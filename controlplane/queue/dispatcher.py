@@ -2,7 +2,7 @@
 
 One `Dispatcher` per event loop, that is per gateway process: it has each job accepted into the fair
 queue, reads the one stream of events that workers write for this gateway, and hands each event to
-the request it belongs to. What the keys mean is in `contract.protocol`.
+the request it belongs to. What the keys mean is in `contract.messages.protocol`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import redis.asyncio
 from django.conf import settings
 from redis.backoff import ExponentialBackoff
 
-from contract import protocol
-from contract.contact import Contact
-from contract.protocol import Control, ControlMessage, GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import Control, ControlMessage, GenerateJob
+from contract.queue.redis_uptime import Contact
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.infra.redis_client import AsyncCountingRetry

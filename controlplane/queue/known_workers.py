@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from contract import protocol
-from contract.protocol import ErrorCode, GenerateJob, TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import ErrorCode, GenerateJob, TokenEvent
 from controlplane.errors import ApiError, Unavailable
 from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.known_workers import KnownWorkers

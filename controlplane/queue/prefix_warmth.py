@@ -21,8 +21,8 @@ from django.conf import settings
 from django.db.models import CharField, Func
 from prometheus_client.core import Metric
 
-from contract import protocol
-from contract.protocol import AdapterRef, Control, ControlMessage
+from contract.messages import protocol
+from contract.messages.protocol import AdapterRef, Control, ControlMessage
 from controlplane.adapters.references import adapter_ref
 from controlplane.adapters.resolution import ResolvedModel
 from controlplane.aliases.models import AliasRevision, is_current

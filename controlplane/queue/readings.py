@@ -10,7 +10,7 @@ import redis
 from django.conf import settings
 from prometheus_client.core import Metric
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.infra.metrics import gauge
 from controlplane.infra.redis_client import redis_client

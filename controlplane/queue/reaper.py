@@ -20,8 +20,8 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
-from contract import protocol
-from contract.protocol import (
+from contract.messages import protocol
+from contract.messages.protocol import (
     DoneRecord,
     ErrorCode,
     FinishReason,

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from contract.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+from contract.messages.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
 from contract.queue.reply_streams import is_batch_stream
 from controlplane.errors import ApiError, Unavailable, from_worker
 from controlplane.requestlog.recorder import Transcript

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from contract import protocol
-from contract.protocol import TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import TokenEvent
 from contract.queue import scripts
 from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.queue.batch_reply_stream import BatchReplyStream, read_events, shielded

@@ -20,8 +20,8 @@ from django.conf import settings
 from django.db import connection
 from django.db.models import F
 
-from contract import protocol
-from contract.protocol import Control, ControlMessage, Tier
+from contract.messages import protocol
+from contract.messages.protocol import Control, ControlMessage, Tier
 from controlplane.adapters.models import AdapterVersion
 from controlplane.adapters.references import adapter_ref
 from controlplane.aliases.contents import Part, contents_of

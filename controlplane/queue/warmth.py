@@ -23,7 +23,7 @@ from typing import Any
 from django.conf import settings
 from prometheus_client.core import Metric
 
-from contract.protocol import Tier
+from contract.messages.protocol import Tier
 from controlplane.adapters.models import AdapterVersion
 from controlplane.aliases.models import AliasPart, AliasRevision, is_current
 from controlplane.aliases.resolution import version_of

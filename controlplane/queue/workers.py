@@ -9,8 +9,8 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import protocol
-from contract.protocol import Heartbeat
+from contract.messages import protocol
+from contract.messages.protocol import Heartbeat
 from controlplane.infra.redis_client import redis_client
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import Count, Sum
 
-from contract.protocol import FinishReason
+from contract.messages.protocol import FinishReason
 from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest
 from controlplane.infra.characters import can_be_written

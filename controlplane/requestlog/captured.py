@@ -15,8 +15,8 @@ from django.db.models import ExpressionWrapper, F, JSONField, Q, QuerySet, Value
 from django.db.models.expressions import CombinedExpression
 from django.utils import timezone
 
-from contract.row_messages import WrongRow, read_row
-from contract.tool_calls import read_calls
+from contract.messages.tool_calls import read_calls
+from contract.training.row_messages import WrongRow, read_row
 from controlplane.audit.services import record, record_named
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra.metrics import FEEDBACK

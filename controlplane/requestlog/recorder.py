@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from django.db import DataError, IntegrityError, close_old_connections
 from django.db import Error as DatabaseError
 
-from contract.protocol import GenerateJob, TokenEvent
+from contract.messages.protocol import GenerateJob, TokenEvent
 from controlplane.requestlog.capture import CaptureRule, captures_keep, rules_of_all
 from controlplane.requestlog.refusals import RefusalKey, refusals_add
 from controlplane.requestlog.services import Words, content_choices, contents_keep, wants

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from contract.patterns import other_than
+from contract.schemas.patterns import other_than
 from controlplane.schemas.name_patterns import NamePatterns
 
 Schema = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.patterns import other_than
+from contract.schemas.patterns import other_than
 from controlplane.schemas.disjoint import Disjointness
 from controlplane.schemas.findings import Status
 from controlplane.schemas.pointers import join

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence, Set
 
-from contract.ecma_regex import Characters, Choice, Node, Repeat
-from contract.patterns import texts_of, whole_nodes
+from contract.schemas.ecma_regex import Characters, Choice, Node, Repeat
+from contract.schemas.patterns import texts_of, whole_nodes
 
 #: Work for one schema: two places cost 100, a comparison of two classes their ranges.
 MAX_WORK = 200_000

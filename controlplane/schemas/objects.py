@@ -6,8 +6,8 @@ import itertools
 import math
 from typing import Any
 
-from contract.ecma_regex import BadPattern
-from contract.patterns import literal, read_pattern
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import literal, read_pattern
 from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.name_patterns import MAX_PATTERNS
 from controlplane.schemas.pointers import join

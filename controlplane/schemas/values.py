@@ -5,9 +5,9 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from contract import formats
-from contract.ecma_regex import BadPattern
-from contract.patterns import Pattern, read_pattern
+from contract.schemas import formats
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import Pattern, read_pattern
 from controlplane.schemas.findings import BadSchema, Status
 from controlplane.schemas.pointers import join
 from controlplane.schemas.walker import Handler, Node, Walk, annotation

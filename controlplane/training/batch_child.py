@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.training import TrainJob
+from contract.training.job import TrainJob
 from controlplane.training.last_lines import for_tenant, last_lines
 from controlplane.training.trainer import (
     LOST,

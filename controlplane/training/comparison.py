@@ -7,8 +7,8 @@ import datetime as dt
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.adapter_problems import AdapterProblems
-from contract.peft_config import UPLOAD_LIMITS, load_json
+from contract.adapters.peft_config import UPLOAD_LIMITS, load_json
+from contract.adapters.problems import AdapterProblems
 from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage

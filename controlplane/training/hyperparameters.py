@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.training import Hyperparameters, JobError
+from contract.training.job import Hyperparameters, JobError
 from controlplane.errors import InvalidRequest
 
 

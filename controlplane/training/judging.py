@@ -1,8 +1,8 @@
 """The training's side of scoring a run's new adapter in its batch.
 
 Packages above this one define the scores (`JUDGES`). The child reads the definition in the run's
-own folder, and writes the scores beside the run's adapter (`contract.judging`); nothing of a run
-lies in another's folder.
+own folder, and writes the scores beside the run's adapter (`contract.training.judging`); nothing of
+a run lies in another's folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from django.conf import settings
 
-from contract.judging import BadJudgingFile, BatchScores, read_scores
+from contract.training.judging import BadJudgingFile, BatchScores, read_scores
 from controlplane.adapters.models import AdapterVersion
 from controlplane.infra import storage
 from controlplane.training import events

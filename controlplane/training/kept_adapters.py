@@ -18,8 +18,8 @@ from typing import Any
 
 from django.db import connection, transaction
 
-from contract import peft_config, safetensors_header
-from contract.training import METRICS_FILE
+from contract.adapters import peft_config, safetensors_header
+from contract.training.job import METRICS_FILE
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import ApiError

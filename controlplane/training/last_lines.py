@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from contract.log_secrets import masked, visible
+from contract.process.log_secrets import masked, visible
 
 MAX_LINES = 40
 _MAX_LINE_CHARS = 300

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from contract.chat_rows import MAX_LINE_BYTES
+from contract.training.chat_rows import MAX_LINE_BYTES
 from controlplane.errors import Conflict, Unavailable
 from controlplane.infra import storage
 from controlplane.tenants.auth import Permission, Principal, authorize

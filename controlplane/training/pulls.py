@@ -24,7 +24,7 @@ from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.utils import timezone
 
-from contract.chat_rows import MAX_ROWS
+from contract.training.chat_rows import MAX_ROWS
 from controlplane.audit.services import recorded_at_end
 from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.infra import storage

@@ -21,7 +21,7 @@ from django.conf import settings
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from contract.dataset_report import MAX_ANSWER_BYTES, MAX_BASES, ReportJob
+from contract.training.dataset_report import MAX_ANSWER_BYTES, MAX_BASES, ReportJob
 from controlplane.adapters.base_model_folder import local_base_model
 from controlplane.adapters.models import BaseModel
 from controlplane.infra import storage

@@ -17,8 +17,8 @@ from typing import Any
 
 from django.conf import settings
 
-from contract import chat_rows, chat_rows_process, row_conversion_process
-from contract.chat_rows import Lint, Problem
+from contract.training import chat_rows, chat_rows_process, row_conversion_process
+from contract.training.chat_rows import Lint, Problem
 from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.infra import sealed_child
 from controlplane.infra.sealed_child import Bounds

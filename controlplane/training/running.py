@@ -17,8 +17,8 @@ from django.conf import settings
 from django.db import connection
 from django.utils import timezone
 
-from contract.judging import MOST_S, MOST_WAIT_S
-from contract.training import Hyperparameters, TrainJob
+from contract.training.job import Hyperparameters, TrainJob
+from contract.training.judging import MOST_S, MOST_WAIT_S
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.base_model_folder import local_base_model
 from controlplane.adapters.models import BaseModel

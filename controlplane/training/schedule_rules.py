@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contract.daily_window import DailyWindow
+from contract.training.daily_window import DailyWindow
 from controlplane.errors import InvalidRequest
 from controlplane.training.models import Schedule
 

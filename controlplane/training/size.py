@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from contract.training import Hyperparameters
+from contract.training.job import Hyperparameters
 from controlplane.errors import InvalidRequest
 from controlplane.limits import quotas
 

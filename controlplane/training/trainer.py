@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from contract.training import TrainJob
+from contract.training.job import TrainJob
 from controlplane.training.last_lines import for_tenant
 from controlplane.training.loss_curve import LossCurve
 

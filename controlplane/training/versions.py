@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q
 
-from contract.chat_rows import MAX_ROWS
+from contract.training.chat_rows import MAX_ROWS
 from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge
 from controlplane.tenancy.model_scope import check_unbound, may_name

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from django.db import transaction
 
-from contract.inspection import PROBE_ENDPOINT
-from contract.protocol import DoneRecord
+from contract.adapters.inspection import PROBE_ENDPOINT
+from contract.messages.protocol import DoneRecord
 from controlplane.infra.hooks import Hook
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants

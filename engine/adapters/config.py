@@ -1,4 +1,4 @@
-"""Reads adapter_config.json with `contract.peft_config`, and raises the engine's errors.
+"""Reads adapter_config.json with `contract.adapters.peft_config`, and raises the engine's errors.
 
 The contract finds every problem of an adapter; the engine reports the first.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from contract.adapter_problems import AdapterProblems
-from contract.peft_config import ENGINE_LIMITS, LoraConfig, load_json, read_config
+from contract.adapters.peft_config import ENGINE_LIMITS, LoraConfig, load_json, read_config
+from contract.adapters.problems import AdapterProblems
 from engine.errors import AdapterMismatch
 
 MAX_CONFIG_BYTES = ENGINE_LIMITS.max_bytes

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from contract.safetensors_header import Tensor
+from contract.adapters.safetensors_header import Tensor
 from engine.adapters.host_values import Bits, bits, bits_are_finite, write_bits
 from engine.adapters.plan import AdapterPlan
 from engine.adapters.tiles import TileMap

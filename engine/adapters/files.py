@@ -20,9 +20,9 @@ from typing import BinaryIO
 
 import torch
 
-from contract import peft_config, safetensors_header
-from contract.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
-from contract.safetensors_header import ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
+from contract.adapters import peft_config, safetensors_header
+from contract.adapters.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
+from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, LENGTH_BYTES, Tensor
 from engine.adapters.base_weights import BaseWeights
 from engine.adapters.config import MAX_CONFIG_BYTES, check_config, parse_config
 from engine.adapters.fast_tiles import write_plain

@@ -1,6 +1,6 @@
 """AdapterPlan: what a PEFT adapter changes in this base model, from its config and header.
 
-An adapter that is accepted is applied exactly as PEFT applies it. `contract.adapter_fit` decides
+An adapter that is accepted is applied exactly as PEFT applies it. `contract.adapters.fit` decides
 whether it fits, here and at upload.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contract.adapter_fit import AdaptedMatrix, fit_adapter
-from contract.adapter_problems import AdapterProblems
-from contract.base_shape import BaseShape
-from contract.draft_heads import DraftHead
-from contract.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.draft_heads import DraftHead
+from contract.adapters.fit import AdaptedMatrix, fit_adapter
+from contract.adapters.problems import AdapterProblems
+from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
@@ -95,7 +95,7 @@ class AdapterPlan:
     copies      tensors that PEFT writes beside an adapted embedding or head and that must equal a
                 matrix of the base: tensor's name -> matrix
     is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
-    draft_heads what guesses further tokens, see `contract.draft_heads`
+    draft_heads what guesses further tokens, see `contract.adapters.draft_heads`
     """
 
     targets: tuple[Target, ...]
@@ -185,7 +185,7 @@ def _sites(model: ModelConfig) -> list[Site]:
 
 
 def base_shape(model: ModelConfig) -> BaseShape:
-    """Describe the model as `contract.adapter_fit` needs it."""
+    """Describe the model as `contract.adapters.fit` needs it."""
     layer = [Site(0, projection) for projection in range(len(PROJECTION_NAMES))]
     return BaseShape(
         num_layers=model.num_layers,

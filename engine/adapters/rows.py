@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.adapter_fit import FittedAdapter
-from contract.base_shape import EMBEDDING, HEAD
+from contract.adapters.base_shape import EMBEDDING, HEAD
+from contract.adapters.fit import FittedAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

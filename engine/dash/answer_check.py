@@ -21,10 +21,10 @@ import jsonschema
 import re2
 from jsonschema_specifications import REGISTRY
 
-from contract import formats
-from contract.ecma_regex import BadPattern
 from contract.exact_numbers import is_integer, is_multiple, read_decimal
-from contract.patterns import read_pattern
+from contract.schemas import formats
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.patterns import read_pattern
 
 MAX_MESSAGE_CHARS = 300
 #: Number of compiled patterns to keep. Each may have megabytes.

@@ -1,6 +1,6 @@
 """DraftHeads: computes the guesses of adapters' draft heads.
 
-`contract.draft_heads` says what a head computes. The heads lie in the adapter's pages.
+`contract.adapters.draft_heads` says what a head computes. The heads lie in the adapter's pages.
 """
 
 from __future__ import annotations

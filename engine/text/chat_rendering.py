@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from contract.protocol import CALL_BEGIN, CALL_END
+from contract.messages.protocol import CALL_BEGIN, CALL_END
 from engine.text.chat_template import Chat
 from engine.text.codec import TextCodec
 

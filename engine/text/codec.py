@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from contract.base_shape import context_length
+from contract.adapters.base_shape import context_length
 from engine.text.answer_text import Detokenizer
 from engine.text.chat_template import Chat, ChatTemplate, PromptError
 from engine.text.control_tokens import ControlTokens

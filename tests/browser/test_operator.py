@@ -24,7 +24,7 @@ DIGEST = "ab" * 32
 SEED = f"""
 import time
 from django.conf import settings
-from contract.protocol import GenerateJob
+from contract.messages.protocol import GenerateJob
 from contract.queue import fair_queue
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.infra.redis_client import redis_client

@@ -14,7 +14,7 @@ import pytest
 import redis
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from contract import protocol
+from contract.messages import protocol
 from demo.processes import ChildProcess, Command
 from tests.browser.conftest import ROOT, Site, sign_in, window
 from tests.live import wait_for

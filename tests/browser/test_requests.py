@@ -18,7 +18,7 @@ from controlplane.requestlog.services import Words, contents_keep, log_policy_se
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import ApiKey, Tenant
 from controlplane.usage.services import usage_settle
-from contract.protocol import DoneRecord
+from contract.messages.protocol import DoneRecord
 tenant = Tenant.objects.get(slug="acme")
 for name in {names!r}:
     usage_settle([DoneRecord(

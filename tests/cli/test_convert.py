@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from contract.chat_rows import lint
+from contract.training.chat_rows import lint
 from tests.cli.runner import ROOT, Cli
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

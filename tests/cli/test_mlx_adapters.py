@@ -17,8 +17,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from contract.base_shape import BaseShape
-from contract.upload_check import check_adapter
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.upload_check import check_adapter
 from tests.cli.runner import Cli
 
 SIZES: dict[str, Any] = {

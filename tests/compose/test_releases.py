@@ -26,7 +26,7 @@ USERS = 40
 #: The seal as a container of the platform has it: nothing that the child tries may succeed.
 SEAL = """
 import json, os, sys
-from contract.sealed_process import serve
+from contract.process.sealed_process import serve
 
 def tried(attempt):
     try:

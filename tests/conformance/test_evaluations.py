@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from contract import judging
-from contract.judging import BatchScores, Given
-from contract.training import Hyperparameters, TrainJob
+from contract.training import judging
+from contract.training.job import Hyperparameters, TrainJob
+from contract.training.judging import BatchScores, Given
 from controlplane.evaluations.batch_scores import answer_of
 from controlplane.evaluations.models import Case
 from tests.conformance.conftest import Served

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from contract.protocol import CALL_BEGIN, CALL_END
+from contract.messages.protocol import CALL_BEGIN, CALL_END
 from tests.conformance.conftest import Served, say
 from tests.fakes import FAKE_NAME
 from tests.tiny_base import ROOMY_NAME

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from contract.sealed_process import serve
-from contract.upload_check_process import check_upload
+from contract.adapters.upload_check_process import check_upload
+from contract.process.sealed_process import serve
 
 _TOKENS = (
     b"null", b"-1", b"0", b"1e999", b"9" * 400, b'""', b"[]", b"{}", b"[" * 3000, b"true", b"\0",

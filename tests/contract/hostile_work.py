@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from contract import sealed_process
+from contract.process import sealed_process
 
 if "WITHOUT_SECCOMP" in os.environ:
     sealed_process._CALLS.clear()

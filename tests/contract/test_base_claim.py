@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.base_claim import claim_problems, repositories
+from contract.adapters.base_claim import claim_problems, repositories
 
 QWEN = ["Qwen/Qwen2.5-7B-Instruct"]
 COMMIT, OTHER = "a" * 40, "b" * 40

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.base_model import NotABaseModel, as_name, find_base_model, fingerprint
+from contract.adapters.base_model import NotABaseModel, as_name, find_base_model, fingerprint
 
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
 

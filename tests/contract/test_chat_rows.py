@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from contract.chat_rows import MAX_LINE_BYTES, MAX_PROBLEMS, lint
 from contract.row_formats.keys import NEUTRAL
-from contract.row_messages import read_row
+from contract.training.chat_rows import MAX_LINE_BYTES, MAX_PROBLEMS, lint
+from contract.training.row_messages import read_row
 
 SYSTEM = {"role": "system", "content": "s"}
 USER = {"role": "user", "content": "u"}

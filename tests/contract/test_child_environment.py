@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contract.child_environment import child_environment
+from contract.process.child_environment import child_environment
 
 SETTINGS = Path(__file__).parents[2] / ".env.example"
 

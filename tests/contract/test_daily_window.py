@@ -6,7 +6,7 @@ import datetime as dt
 
 import pytest
 
-from contract.daily_window import DailyWindow
+from contract.training.daily_window import DailyWindow
 
 
 def at(text: str) -> dt.datetime:

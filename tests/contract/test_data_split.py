@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from contract.data_split import first_prompt_digest, is_validation, normalised_prompt
-from contract.row_messages import Row, read_row
+from contract.training.data_split import first_prompt_digest, is_validation, normalised_prompt
+from contract.training.row_messages import Row, read_row
 
 
 def chat(prompt: str, answer: str = "a", system: str = "s") -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.draft_heads import MAX_HEAD_RANK, fit_heads, head_names, medusa_problem
+from contract.adapters.draft_heads import MAX_HEAD_RANK, fit_heads, head_names, medusa_problem
 
 HIDDEN = 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.gpu_share import trainer_gpu_share
+from contract.training.gpu_share import trainer_gpu_share
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from contract import judging
-from contract.judging import BadJudgingFile, BatchScores, ExpectedAnswer, Given
+from contract.training import judging
+from contract.training.judging import BadJudgingFile, BatchScores, ExpectedAnswer, Given
 
 GIVEN = Given(
     suite_version="01234567-89ab-cdef-0123-456789abcdef",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.log_secrets import MAX_CHARS, mask_secrets, masked
+from contract.process.log_secrets import MAX_CHARS, mask_secrets, masked
 
 SECRET = "h2Kq9sWmXv7aB3"
 HIDDEN = [

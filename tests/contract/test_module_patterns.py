@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.module_patterns import (
+from contract.adapters.module_patterns import (
     MAX_KEY_CHARS,
     MAX_PATTERN_CHARS,
     BadPattern,
@@ -22,7 +22,7 @@ from contract.module_patterns import (
     read_key,
     read_pattern,
 )
-from contract.peft_config import MAX_PATTERNS
+from contract.adapters.peft_config import MAX_PATTERNS
 
 LINEARS = [
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -189,9 +189,9 @@ def test_no_names() -> None:
 
 def test_it_needs_the_standard_library_alone() -> None:
     root = Path(__file__).parents[2]
-    names = "contract.adapter_fit"
+    names = "contract.adapters.fit"
     code = f"import sys; import {names}; print(*sys.modules)"
     listed = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert "contract.module_patterns" in listed.stdout.split()
+    assert "contract.adapters.module_patterns" in listed.stdout.split()

@@ -16,9 +16,9 @@ import re2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.ecma_regex import BadPattern
-from contract.pattern_search_process import is_found
-from contract.patterns import Pattern, other_than, read_pattern, texts_of, whole_text
+from contract.schemas.ecma_regex import BadPattern
+from contract.schemas.pattern_search_process import is_found
+from contract.schemas.patterns import Pattern, other_than, read_pattern, texts_of, whole_text
 
 NODE = shutil.which("node")
 GRIN = "\U0001f600"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract import probe_server
-from contract.probe_server import MAX_REQUESTS, PortTaken, ProbeServer
+from contract.adapters import probe_server
+from contract.adapters.probe_server import MAX_REQUESTS, PortTaken, ProbeServer
 
 LACKS: list[str] = []
 ALIVE = [True]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import contract
-from contract.protocol import MAX_ATTEMPTS
+from contract.messages.protocol import MAX_ATTEMPTS
 from contract.queue import scripts
 from contract.queue.fair_queue import OUTPUT_WEIGHT
 

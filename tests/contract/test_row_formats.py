@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.chat_rows import lint
 from contract.row_formats import keys
 from contract.row_formats.conversion import Conversion
-from contract.row_messages import read_row
+from contract.training.chat_rows import lint
+from contract.training.row_messages import read_row
 
 S, U, A = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}}

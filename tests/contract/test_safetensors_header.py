@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract import safetensors_header
-from contract.adapter_problems import AdapterProblems
-from contract.safetensors_header import ENGINE_MAX_BYTES, UPLOAD_MAX_BYTES, Tensor
+from contract.adapters import safetensors_header
+from contract.adapters.problems import AdapterProblems
+from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, UPLOAD_MAX_BYTES, Tensor
 from tests.controlplane.adapters import files
 
 TENSORS = files.tensors()

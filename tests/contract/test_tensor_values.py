@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract import tensor_values
-from contract.safetensors_header import DTYPE_BYTES, UPLOAD_MAX_BYTES, read_header
+from contract.adapters import tensor_values
+from contract.adapters.safetensors_header import DTYPE_BYTES, UPLOAD_MAX_BYTES, read_header
 from tests.controlplane.adapters import files
 
 

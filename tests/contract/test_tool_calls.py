@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import TokenEvent, Usage
-from contract.tool_calls import CallReader, Piece
+from contract.messages.protocol import TokenEvent, Usage
+from contract.messages.tool_calls import CallReader, Piece
 from controlplane.inference.answers import ChatAnswer
 
 ARGUMENTS = '{"city": "Par\\"is} </tool_call>", "days": [1, {"a": "\\\\"}]}'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
+from contract.training.job import BOUNDS, Hyperparameters, JobError, TrainJob
 
 
 def test_each_number_has_its_bounds() -> None:

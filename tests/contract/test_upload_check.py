@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.adapter_problems import AdapterProblems
-from contract.base_shape import BaseShape
-from contract.peft_config import UPLOAD_LIMITS
-from contract.peft_fields import HONOURED, NEUTRAL
-from contract.upload_check import CheckedAdapter, check_adapter
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.peft_config import UPLOAD_LIMITS
+from contract.adapters.peft_fields import HONOURED, NEUTRAL
+from contract.adapters.problems import AdapterProblems
+from contract.adapters.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import MAX_REASONS, Rejected
 from tests.controlplane.adapters import files
 from tests.controlplane.conftest import TINY_CONFIG

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from contract.protocol import AdapterRef, Control, ControlMessage, Heartbeat, Tier
-from contract.worker_messages import MAX_TOLD, TOLD_CHARS, told
+from contract.messages.protocol import AdapterRef, Control, ControlMessage, Heartbeat, Tier
+from contract.messages.worker_messages import MAX_TOLD, TOLD_CHARS, told
 
 
 def beat(**fields: Any) -> Heartbeat:

@@ -9,7 +9,7 @@ from django.core.exceptions import ValidationError
 from django.test import Client, RequestFactory
 from rest_framework import exceptions as drf
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from controlplane import errors
 from controlplane.infra import addresses
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from contract import protocol
-from contract.contact import Contact
+from contract.messages import protocol
+from contract.queue.redis_uptime import Contact
 from demo.ports import choose_ports
 from tests.live import LiveStack
 from tests.worker.scenes import TOKENS, Call

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.base_model import NotABaseModel
+from contract.adapters.base_model import NotABaseModel
 from tests.engine.dash.hub_server import HubServer
 from worker import base_model_fetch
 from worker.base_model_fetch import ensure_base_model

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from contract import protocol
-from contract.protocol import ErrorCode
+from contract.messages import protocol
+from contract.messages.protocol import ErrorCode
 from demo.stack import EmbeddedStack
 from engine.request import Request, RequestOutput, SamplingParams
 from tests.fakes import FAKE_NAME, FakeEngine, fake_config, fake_engine

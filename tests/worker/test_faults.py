@@ -18,7 +18,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue, scripts
 from tests.fakes import DEADLY_SEED, FAKE_NAME
 from tests.live import Process, wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.log_lines import log_uncaught
+from contract.process.log_lines import log_uncaught
 
 ROOT = Path(__file__).parents[2]
 _CONFIGURE = {

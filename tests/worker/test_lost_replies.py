@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue, scripts
 from demo.ports import choose_ports
 from tests.fakes import FAKE_NAME, fake_config

@@ -23,8 +23,8 @@ import psutil
 import psycopg
 import pytest
 
-from contract import protocol
-from contract.protocol import DoneRecord, Sampling
+from contract.messages import protocol
+from contract.messages.protocol import DoneRecord, Sampling
 from contract.queue import fair_queue
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, Process, wait_for

@@ -14,8 +14,8 @@ import psycopg
 import pytest
 import redis
 
-from contract import protocol
-from contract.protocol import DoneRecord, GenerateJob
+from contract.messages import protocol
+from contract.messages.protocol import DoneRecord, GenerateJob
 from tests.live import LiveStack, Process, wait_for
 
 NAMES = ("acme", "globex")

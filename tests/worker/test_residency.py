@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from contract import protocol
-from contract.protocol import DoneRecord, Heartbeat, Tier
+from contract.messages import protocol
+from contract.messages.protocol import DoneRecord, Heartbeat, Tier
 from tests.e2e.adapters import lora_tensors, write_adapter
 from tests.live import LiveStack, wait_for
 from tests.tiny_base import write_tiny_base

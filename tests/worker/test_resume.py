@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from contract import protocol
+from contract.messages import protocol
 from tests.live import Process, wait_for
 from tests.worker.scenes import (  # noqa: F401
     TOKENS,

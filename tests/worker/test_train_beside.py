@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from contract.base_model import find_base_model
-from contract.training import Hyperparameters, TrainJob
+from contract.adapters.base_model import find_base_model
+from contract.training.job import Hyperparameters, TrainJob
 from engine import Engine, EngineConfig
 from engine.model.config import ModelConfig
 from engine.request import Request, SamplingParams

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from contract.training import TrainJob
+from contract.training.job import TrainJob
 from engine.model.config import ModelConfig
 from engine.training.checkpoint import Checkpoint
 from engine.training.model import TrainingModel

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from contract.training import TrainJob
+from contract.training.job import TrainJob
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
 from tests.tiny_base import TINY_NAME, write_tiny_base

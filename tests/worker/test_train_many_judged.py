@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from contract import judging
-from contract.judging import BatchScores, ExpectedAnswer, Given
-from contract.protocol import adapter_digest
+from contract.messages.protocol import adapter_digest
+from contract.training import judging
+from contract.training.judging import BatchScores, ExpectedAnswer, Given
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.trainers import train_in_float32
 from tests.worker.training.job_runs import train_here, write_chats, write_job

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from contract.base_model import find_base_model
-from contract.protocol import adapter_digest_of
+from contract.adapters.base_model import find_base_model
+from contract.messages.protocol import adapter_digest_of
 from engine.errors import AdapterMismatch, EngineError, OutOfPages, UnknownAdapter
 from engine.request import FinishReason, KeptPrefix, Request, RequestOutput
 from engine.stats import EngineStats

@@ -64,7 +64,7 @@ class TrainingHost:
     """Owns the socket and knows who trains; only the engine's thread calls it, except `close`.
 
     path      of the socket, which is made; the user's own alone
-    revision  of the base, as `contract.base_model` finds it in the folder
+    revision  of the base, as `contract.adapters.base_model` finds it in the folder
     is_open   whether training may run now: the pool's hours
     bell      readable when `attend` has something to do
     """

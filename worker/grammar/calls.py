@@ -7,9 +7,9 @@ the tools to the model.
 
 from __future__ import annotations
 
-from contract.patterns import not_beginning_with
-from contract.protocol import CALL_BEGIN, CALL_END, GenerateJob
-from contract.tool_calls import BLANKS
+from contract.messages.protocol import CALL_BEGIN, CALL_END, GenerateJob
+from contract.messages.tool_calls import BLANKS
+from contract.schemas.patterns import not_beginning_with
 from engine.grammar_text import tool_calls
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from contract.protocol import CALL_BEGIN, GenerateJob
-from contract.tool_calls import BLANKS, read_calls
+from contract.messages.protocol import CALL_BEGIN, GenerateJob
+from contract.messages.tool_calls import BLANKS, read_calls
 
 #: A schema that no value obeys, for the arguments of an unknown function.
 _NOTHING = "false"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import structlog
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from contract.tenant_cache import TenantCache
 from engine.grammar_text import Grammar
 from engine.request import Request

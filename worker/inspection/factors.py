@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from contract.adapter_fit import FittedAdapter, fit_adapter
-from contract.base_shape import BaseShape
-from contract.peft_config import ENGINE_LIMITS, LoraConfig, load_json, read_config
-from contract.peft_config import FILE as CONFIG_FILE
-from contract.safetensors_header import FILE as TENSORS_FILE
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.fit import FittedAdapter, fit_adapter
+from contract.adapters.peft_config import ENGINE_LIMITS, LoraConfig, load_json, read_config
+from contract.adapters.peft_config import FILE as CONFIG_FILE
+from contract.adapters.safetensors_header import FILE as TENSORS_FILE
 
 #: With larger ranks the QR runs in fp32: in fp64 an adapter of rank 256 would take a minute.
 MAX_RANK_FP64 = 64

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from contract.inspection import MAX_PROMPT_TOKENS, MAX_PROMPTS, TOP
+from contract.adapters.inspection import MAX_PROMPT_TOKENS, MAX_PROMPTS, TOP
 
 #: Prose, code, JSON and a chat: the usual subjects of adapters.
 PROMPTS = (

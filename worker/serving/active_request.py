@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from contract.inspection import PROBE_ENDPOINT
-from contract.protocol import (
+from contract.adapters.inspection import PROBE_ENDPOINT
+from contract.messages.protocol import (
     DoneRecord,
     ErrorCode,
     FinishReason,

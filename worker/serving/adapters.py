@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from contract.protocol import AdapterRef, Tier
+from contract.messages.protocol import AdapterRef, Tier
 from engine.stats import EngineStats, LoadCounts
 from worker.config import WorkerConfig
 from worker.engine_process.channel import Command, Register, Unregister

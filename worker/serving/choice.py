@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from contract.protocol import FinishReason, GenerateJob, TokenEvent
+from contract.messages.protocol import FinishReason, GenerateJob, TokenEvent
 from engine.request import RequestOutput, TokenLogprob
 from engine.text.answer_text import AnswerText
 from engine.text.codec import TextCodec

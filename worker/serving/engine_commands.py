@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from contract.protocol import ErrorCode, GenerateJob, Sampling
+from contract.messages.protocol import ErrorCode, GenerateJob, Sampling
 from engine.request import AdapterPart, Priority, Request, SamplingParams
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from contract.protocol import DoneRecord
+from contract.messages.protocol import DoneRecord
 from contract.queue.reply_streams import is_batch_stream
 from worker.serving.active_request import ActiveRequest
 from worker.serving.resend_buffer import ResendBuffer

@@ -27,8 +27,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from contract.probe_server import ProbeServer
-from contract.protocol import HEARTBEAT_TIMEOUT_S, DoneRecord, ErrorCode, FinishReason, Tier
+from contract.adapters.probe_server import ProbeServer
+from contract.messages.protocol import (
+    HEARTBEAT_TIMEOUT_S,
+    DoneRecord,
+    ErrorCode,
+    FinishReason,
+    Tier,
+)
 from engine.drafts.profile import Source
 from engine.stats import Distribution, DraftCounts, EngineStats, LoadCounts, PreemptionCause
 

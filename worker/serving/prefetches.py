@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contract.protocol import AdapterRef, ControlMessage, Tier
+from contract.messages.protocol import AdapterRef, ControlMessage, Tier
 from worker.engine_process.channel import Command, Pin, Prefetch
 from worker.serving.adapter_cache import DIGEST, NUM_DOWNLOADS, AdapterFetchError
 from worker.serving.adapters import Adapters

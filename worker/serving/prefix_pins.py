@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 
-from contract.protocol import AdapterRef, ControlMessage
+from contract.messages.protocol import AdapterRef, ControlMessage
 from engine.request import AdapterPart, KeptPrefix
 from engine.text.codec import TextCodec
 from worker.engine_process.channel import Command, KeepPrefixes

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Set
 import structlog
 from redis.exceptions import RedisError
 
-from contract.protocol import (
+from contract.messages.protocol import (
     HEARTBEAT_TIMEOUT_S,
     MAX_ATTEMPTS,
     DoneRecord,

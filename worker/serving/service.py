@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from redis.exceptions import RedisError
 
-from contract.alive_file import AliveFile
-from contract.contact import Contact
-from contract.probe_server import PortTaken
-from contract.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
-from contract.worker_messages import MAX_TOLD, told
+from contract.adapters.probe_server import PortTaken
+from contract.messages.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
+from contract.messages.worker_messages import MAX_TOLD, told
+from contract.process.alive_file import AliveFile
+from contract.queue.redis_uptime import Contact
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from contract.protocol import DoneRecord, TokenEvent
+from contract.messages.protocol import DoneRecord, TokenEvent
 from worker.serving.streams import EventUpdate
 
 log = logging.getLogger(__name__)

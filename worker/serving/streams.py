@@ -1,4 +1,4 @@
-"""Streams: all Redis commands of a worker. `contract.protocol` explains the keys."""
+"""Streams: all Redis commands of a worker. `contract.messages.protocol` explains the keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ResponseError
 
-from contract import protocol
-from contract.deleted_adapters import gone_key
-from contract.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
+from contract.adapters.deleted import gone_key
+from contract.messages import protocol
+from contract.messages.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 from contract.queue import fair_queue, reply_streams, scripts
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.protocol import ErrorCode, GenerateJob, Task
+from contract.messages.protocol import ErrorCode, GenerateJob, Task
 from engine.text.codec import TextCodec
 from worker.errors import Refused
 from worker.serving.engine_commands import chat_token_ids

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract.peft_config import FILE as CONFIG_FILE
-from contract.training import TrainJob
+from contract.adapters.peft_config import FILE as CONFIG_FILE
+from contract.training.job import TrainJob
 from worker.base_model import MANIFEST
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from contract.base_model import find_base_model
+from contract.adapters.base_model import find_base_model
 from engine.model.config import ModelConfig
 from engine.training.memory import elements_of
 from worker.child import Stopped

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from contract.training import JobError
+from contract.training.job import JobError
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
 from engine.text.codec import TextCodec

@@ -1,6 +1,7 @@
 """Reads a dataset as training examples: token ids, and marks on the tokens that are learned.
 
-`contract.row_messages` defines a row, `worker.training.row_tokens` which of its tokens are learned.
+`contract.training.row_messages` defines a row, `worker.training.row_tokens` which of its tokens are
+learned.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
-from contract.data_split import first_prompt_digest, is_validation
-from contract.row_messages import Row
-from contract.training import BOUNDS, Hyperparameters, JobError, TrainJob
+from contract.training.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
+from contract.training.data_split import first_prompt_digest, is_validation
+from contract.training.job import BOUNDS, Hyperparameters, JobError, TrainJob
+from contract.training.row_messages import Row
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
 from worker.training.row_files import RowFiles

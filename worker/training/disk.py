@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from contract.training import Hyperparameters
+from contract.training.job import Hyperparameters
 from engine.training.checkpoint import Checkpoint
 
 _CHECKPOINT, _RESULT = "checkpoint.safetensors", "result.json"

@@ -1,4 +1,4 @@
-"""Trains an adapter's draft heads: `contract.draft_heads` says what they compute.
+"""Trains an adapter's draft heads: `contract.adapters.draft_heads` says what they compute.
 
 The LoRA is trained by then and stays as it is. The states that the heads read are computed with it,
 without gradients; the losses are those of the answers' tokens alone.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from contract.draft_heads import head_names
-from contract.training import JobError
+from contract.adapters.draft_heads import head_names
+from contract.training.job import JobError
 from engine.training.model import TrainingModel
 from engine.training.packer import Piece, cut_step, pack
 from engine.training.parameters import AdapterLayout, Span

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from contract.training import JobError
+from contract.training.job import JobError
 from worker.training.adapter_folder import base_name, write_adapter
 from worker.training.base import OpenBase
 from worker.training.disk import CheckpointFolder, save_peft

@@ -1,10 +1,10 @@
-"""A job of `contract.training` as the batch takes it: settings, and rows as tokens."""
+"""A job of `contract.training.job` as the batch takes it: settings, and rows as tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract.training import Hyperparameters, JobError, TrainJob
+from contract.training.job import Hyperparameters, JobError, TrainJob
 from engine.model.config import ModelConfig
 from engine.text.codec import TextCodec
 from engine.training.parameters import AdapterLayout

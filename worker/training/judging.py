@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
-from contract import peft_config, safetensors_header
-from contract.adapter_problems import AdapterProblems
-from contract.judging import (
+from contract.adapters import peft_config, safetensors_header
+from contract.adapters.problems import AdapterProblems
+from contract.messages.protocol import adapter_digest_of
+from contract.training.job import JobError, TrainJob
+from contract.training.judging import (
     LEAST_LOGPROB,
     MOST_S,
     MOST_WAIT_S,
@@ -31,8 +33,6 @@ from contract.judging import (
     read_cases,
     write_scores,
 )
-from contract.protocol import adapter_digest_of
-from contract.training import JobError, TrainJob
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec

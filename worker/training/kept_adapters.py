@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from contract.training import METRICS_FILE
+from contract.training.job import METRICS_FILE
 from engine.model.config import ModelConfig
 from engine.training.checkpoint import MASTER, Checkpoint
 from engine.training.parameters import AdapterLayout

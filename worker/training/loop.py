@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
-from contract.training import JobError
+from contract.training.job import JobError
 from engine.text.codec import TextCodec
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunTooLarge, TrainingError

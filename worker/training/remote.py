@@ -53,7 +53,7 @@ class RemoteTrainer:
     def open(cls, path: Path, *, revision: str, sizes: list[int]) -> RemoteTrainer:
         """Get the worker's room. Raises TrainerBusy, TrainerRefuses.
 
-        revision  of the base, as `contract.base_model` finds it in its folder
+        revision  of the base, as `contract.adapters.base_model` finds it in its folder
         sizes     of each run, in elements
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from contract.row_messages import Row
+from contract.training.row_messages import Row
 from engine.text.chat_rendering import render_chat
 from engine.text.codec import TextCodec
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from contract.draft_heads import is_head_tensor
-from contract.training import JobError
+from contract.adapters.draft_heads import is_head_tensor
+from contract.training.job import JobError
 from engine.training.parameters import AdapterLayout
 
 _FIELD = "warm_start"

@@ -11,7 +11,7 @@ from django.shortcuts import render
 from django.utils import timezone
 from django.views.decorators.http import require_safe
 
-from contract.protocol import Sampling
+from contract.messages.protocol import Sampling
 from controlplane.adapters.models import BaseModel
 from controlplane.console import request_log as reads
 from controlplane.console.access import ConsoleRequest, member_page

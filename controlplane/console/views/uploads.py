@@ -14,7 +14,7 @@ from django.shortcuts import render
 from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
-from contract import peft_config, safetensors_header
+from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters import services, uploads
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.console.access import ConsoleRequest, member_page

@@ -10,7 +10,7 @@ from django.utils import timezone
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
-from contract.training import Hyperparameters
+from contract.training.job import Hyperparameters
 from controlplane.files.models import File
 from controlplane.fine_tuning.checkpoints import Checkpoint
 from controlplane.rest.fields import Constant, DescribedField, PublicId, UnixTime

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from contract.protocol import FinishReason, TokenEvent, Usage
+from contract.messages.protocol import FinishReason, TokenEvent, Usage
 from controlplane.inference.answers import one_line
 
 Json = dict[str, Any]

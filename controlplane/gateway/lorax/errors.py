@@ -19,7 +19,7 @@ from typing import Any
 
 from django.http import HttpResponse, JsonResponse
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from controlplane.errors import (
     ApiError,
     AuthenticationFailed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from contract.protocol import Usage
+from contract.messages.protocol import Usage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from contract.protocol import GenerateJob
+from contract.messages.protocol import GenerateJob
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.gateway.lorax.schemas import GenerateBody, Parameters
 from controlplane.inference.bodies import FirstFault

@@ -11,7 +11,7 @@ from typing import Any
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.shortcuts import redirect
 
-from contract.protocol import Usage
+from contract.messages.protocol import Usage
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.event_stream import streamed

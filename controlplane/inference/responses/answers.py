@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from contract.protocol import FinishReason, TokenEvent, Usage
-from contract.tool_calls import CallReader, Piece
+from contract.messages.protocol import FinishReason, TokenEvent, Usage
+from contract.messages.tool_calls import CallReader, Piece
 from controlplane.errors import ApiError
 from controlplane.inference.answers import drafts_body, one_line
 from controlplane.inference.responses.schemas import ResponsesBody

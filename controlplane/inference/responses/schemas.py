@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.protocol import GenerateJob
+from contract.messages.protocol import GenerateJob
 from controlplane.inference.bodies import (
     Body,
     FirstFault,

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.conf import settings
 
-from contract.base_model import NotABaseModel
+from contract.adapters.base_model import NotABaseModel
 from controlplane.adapters.base_model_folder import configured_base_model
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.celery import app

@@ -9,7 +9,7 @@ from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html_join
 
-from contract.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.operator.admin.base import AuditedAdmin, ReadOnlyAdmin, display, json_text
 from controlplane.operator.admin.lists import TENANT

@@ -7,7 +7,7 @@ from typing import ClassVar
 from django.contrib import admin
 from django.http import HttpRequest
 
-from contract.protocol import FinishReason
+from contract.messages.protocol import FinishReason
 from controlplane.operator.admin.base import ReadOnlyAdmin
 from controlplane.operator.admin.lists import (
     TENANT,

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from contract.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape
 from tests.controlplane.conftest import TINY_CONFIG
 
 BASE = BaseShape.from_config(TINY_CONFIG)

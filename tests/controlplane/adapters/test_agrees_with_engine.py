@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.adapter_problems import AdapterProblems
-from contract.base_shape import BaseShape
-from contract.peft_config import MAX_RANK
-from contract.upload_check import CheckedAdapter, check_adapter
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.peft_config import MAX_RANK
+from contract.adapters.problems import AdapterProblems
+from contract.adapters.upload_check import CheckedAdapter, check_adapter
 from engine.adapters.config import parse_config
 from engine.adapters.plan import AdapterPlan, parse_header, plan_adapter
 from engine.errors import AdapterMismatch

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.adapter_problems import AdapterProblems
-from contract.base_shape import BaseShape
-from contract.peft_config import MAX_PATTERNS, MAX_RANK
-from contract.peft_fields import HONOURED, NEUTRAL
-from contract.upload_check import CheckedAdapter, check_adapter
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.peft_config import MAX_PATTERNS, MAX_RANK
+from contract.adapters.peft_fields import HONOURED, NEUTRAL
+from contract.adapters.problems import AdapterProblems
+from contract.adapters.upload_check import CheckedAdapter, check_adapter
 from controlplane.adapters.rejection import Rejected
 from engine.adapters import plan
 from engine.adapters.config import parse_config

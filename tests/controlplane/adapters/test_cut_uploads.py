@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from contract.protocol import adapter_digest
+from contract.messages.protocol import adapter_digest
 from demo.commands import Commands
 from demo.ports import HOST, choose_ports
 from demo.processes import ChildProcess, Command

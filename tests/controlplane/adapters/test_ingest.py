@@ -14,7 +14,7 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from contract.protocol import adapter_digest
+from contract.messages.protocol import adapter_digest
 from controlplane.adapters import ingest, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.infra import storage

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from contract.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape
 from controlplane.adapters import ingest, services
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.infra import sealed_child, storage

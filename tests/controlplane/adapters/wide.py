@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
-from contract.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape
 from tests.controlplane.adapters.files import Tensors, config_bytes, pack
 from tests.controlplane.conftest import TINY_CONFIG
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from contract.protocol import DoneRecord
+from contract.messages.protocol import DoneRecord
 from controlplane.aliases import services
 from controlplane.aliases.models import Alias, AliasRevision
 from controlplane.usage.services import usage_settle

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from contract.protocol import DoneRecord, GenerateJob, Task
+from contract.messages.protocol import DoneRecord, GenerateJob, Task
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.aliases import services
 from controlplane.aliases.contents import Contents

@@ -35,7 +35,7 @@ SEED = """
 import json, sys, django
 django.setup()
 from django.db import transaction
-from contract.protocol import adapter_digest
+from contract.messages.protocol import adapter_digest
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.promotion import lock, ready_apply
 from controlplane.infra import storage

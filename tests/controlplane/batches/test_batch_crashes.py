@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
+from contract.messages.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for

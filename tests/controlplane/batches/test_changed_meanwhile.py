@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import done_key, job_key
+from contract.messages.protocol import done_key, job_key
 from controlplane.batches.runner import LOOK_S
 from controlplane.queue.batch_reply_stream import line_request_id
 from tests.controlplane.batches.conftest import Batches

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from contract.protocol import done_key, job_key, out_key
+from contract.messages.protocol import done_key, job_key, out_key
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from tests.controlplane.batches.conftest import Batches, chat_line
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records

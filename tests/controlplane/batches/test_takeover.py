@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from contract.protocol import HEARTBEAT_TIMEOUT_S, done_key
+from contract.messages.protocol import HEARTBEAT_TIMEOUT_S, done_key
 from contract.queue.reply_streams import pending_lines_key
 from controlplane.batches.runner import LOOK_S
 from tests.controlplane.batches.conftest import Batches, chat_line

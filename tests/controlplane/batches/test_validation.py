@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from contract import line_reader
+from contract.process import line_reader
 from controlplane.adapters.models import BaseModel
 from controlplane.batches import lines
 from controlplane.batches.validation import MAX_FAULTS, Found, RefusedLine, validate

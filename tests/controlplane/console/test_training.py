@@ -10,7 +10,7 @@ import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.utils import timezone
 
-from contract.daily_window import DailyWindow
+from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import BaseModel
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal

@@ -16,8 +16,8 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
 
-from contract import protocol
-from contract.deleted_adapters import gone_key
+from contract.adapters.deleted import gone_key
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters import services as adapters
 from controlplane.adapters import uploads

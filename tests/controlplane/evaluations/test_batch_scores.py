@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from contract import judging
-from contract.judging import Given, Score
+from contract.training import judging
+from contract.training.judging import Given, Score
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.evaluations import asking, batch_scores, gate, suites
 from controlplane.evaluations.asking import Asked

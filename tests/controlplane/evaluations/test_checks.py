@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contract.row_messages import Row
+from contract.training.row_messages import Row
 from controlplane.errors import InvalidRequest
 from controlplane.evaluations import checks
 from controlplane.evaluations.leakage import digests_of_rows, prompt_digest

@@ -22,7 +22,7 @@ import psycopg
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from contract.protocol import job_key
+from contract.messages.protocol import job_key
 from controlplane.gateway.asgi import MAX_BODY_BYTES
 from tests.controlplane.schemas.test_kept_plans import new_schema
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
+from contract.messages.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.inference.answers import ChatAnswer, CompletionAnswer, usage_body
 
 USAGE = Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3)

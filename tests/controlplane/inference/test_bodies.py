@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from contract.row_messages import read_row
+from contract.training.row_messages import read_row
 from controlplane.errors import InvalidRequest
 from controlplane.gateway.lorax.schemas import GenerateBody
 from controlplane.inference.bodies import Body

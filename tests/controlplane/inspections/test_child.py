@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from contract.inspection import InspectJob
+from contract.adapters.inspection import InspectJob
 from controlplane.inspections import child
 from controlplane.inspections.child import InspectionFailed, memory_limit, run_inspector
 

@@ -15,7 +15,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
 
-from contract.daily_window import DailyWindow
+from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services

@@ -25,8 +25,8 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from contract import protocol
-from contract.protocol import Heartbeat
+from contract.messages import protocol
+from contract.messages.protocol import Heartbeat
 from controlplane.adapters.models import BaseModel
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import tenant_scope

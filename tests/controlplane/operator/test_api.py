@@ -10,7 +10,7 @@ import redis
 from django.conf import settings
 from django.test import Client
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import BaseModel
 from controlplane.audit.models import AuditEvent

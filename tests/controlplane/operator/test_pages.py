@@ -16,7 +16,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from contract import protocol
+from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.audit.models import AuditEvent

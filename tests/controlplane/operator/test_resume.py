@@ -10,7 +10,7 @@ import redis
 from django.test import Client
 from django.urls import reverse
 
-from contract import protocol
+from contract.messages import protocol
 from controlplane.audit.models import AuditEvent
 from controlplane.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants

@@ -15,7 +15,7 @@ from django.db import connection, transaction
 from django.db.utils import ProgrammingError
 from django.utils import timezone
 
-from contract.log_secrets import masked
+from contract.process.log_secrets import masked
 from controlplane.audit.models import AuditEvent
 from controlplane.service_keys import auth
 from controlplane.service_keys.models import ServiceKey

@@ -12,8 +12,8 @@ import pytest
 import redis
 from django.db import OperationalError
 
-from contract import protocol
-from contract.protocol import DoneRecord
+from contract.messages import protocol
+from contract.messages.protocol import DoneRecord
 from controlplane.queue import accountant as module
 from controlplane.queue.accountant import Accountant
 from controlplane.requestlog.inference_request import InferenceRequest

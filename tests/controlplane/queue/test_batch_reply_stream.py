@@ -12,7 +12,13 @@ from unittest.mock import ANY
 
 import pytest
 
-from contract.protocol import GATEWAYS_KEY, WORKER_GRACE_S, AdapterRef, GenerateJob, out_key
+from contract.messages.protocol import (
+    GATEWAYS_KEY,
+    WORKER_GRACE_S,
+    AdapterRef,
+    GenerateJob,
+    out_key,
+)
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from controlplane.errors import RateLimited, Unavailable
 from controlplane.limits.admit import Limits, Policy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import Heartbeat
+from contract.messages.protocol import Heartbeat
 from controlplane.queue.desired_workers import FullSpeed, desired_workers
 
 BASE: dict[str, Any] = {

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from contract import protocol
-from contract.protocol import TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import TokenEvent
 from controlplane.queue import dispatcher as dispatcher_module
 from controlplane.queue import known_workers, open_replies
 from controlplane.queue.dispatcher import Dispatcher

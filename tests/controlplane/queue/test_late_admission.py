@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from contract.protocol import DONE_JOB_TTL_S, control_key, job_key
+from contract.messages.protocol import DONE_JOB_TTL_S, control_key, job_key
 from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.dispatcher import Dispatcher
 from demo.stack import EmbeddedStack

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from contract import protocol
-from contract.protocol import ErrorCode, GenerateJob, TokenEvent
+from contract.messages import protocol
+from contract.messages.protocol import ErrorCode, GenerateJob, TokenEvent
 from contract.queue import fair_queue, scripts
 from controlplane.errors import Conflict
 from controlplane.limits.admit import Refusal

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import GenerateJob, TokenEvent
+from contract.messages.protocol import GenerateJob, TokenEvent
 from controlplane.errors import ApiError, InvalidRequest, Unavailable
 from controlplane.queue.replies import MAX_UNREAD_EVENTS, Reply
 

@@ -16,9 +16,9 @@ import redis
 from django.db import transaction
 from django.test import Client
 
-from contract import protocol
-from contract.protocol import Control, ControlMessage, Tier
-from contract.worker_messages import told
+from contract.messages import protocol
+from contract.messages.protocol import Control, ControlMessage, Tier
+from contract.messages.worker_messages import told
 from controlplane.adapters import promotion
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.aliases import ramps

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import Control
+from contract.messages.protocol import Control
 from contract.queue.fair_queue import quarantine_key
 from controlplane.adapters.models import Adapter
 from controlplane.aliases.contents import Contents, Part

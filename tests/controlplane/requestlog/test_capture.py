@@ -11,7 +11,7 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from contract.protocol import CALL_BEGIN, CALL_END
+from contract.messages.protocol import CALL_BEGIN, CALL_END
 from controlplane.audit.models import AuditEvent
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.infra import storage

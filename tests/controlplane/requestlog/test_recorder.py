@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, OperationalError
 
-from contract.protocol import GenerateJob, TokenEvent, Usage
+from contract.messages.protocol import GenerateJob, TokenEvent, Usage
 from controlplane.queue.replies import Reply
 from controlplane.requestlog import recorder as module
 from controlplane.requestlog.recorder import Recorder

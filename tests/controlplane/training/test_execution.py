@@ -22,8 +22,8 @@ from django.db import OperationalError, connection
 from django.db.models import RestrictedError
 from django.utils import timezone
 
-from contract import child_environment
-from contract.daily_window import DailyWindow
+from contract.process import child_environment
+from contract.training.daily_window import DailyWindow
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.promotion import promotion_policy_set

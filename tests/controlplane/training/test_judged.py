@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.judging import MOST_S, MOST_WAIT_S, SCORES_FILE
+from contract.training.judging import MOST_S, MOST_WAIT_S, SCORES_FILE
 from controlplane.adapters import promotion
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations import batch_scores, gate, suites

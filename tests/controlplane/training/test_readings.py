@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from contract.daily_window import DailyWindow
+from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import Adapter
 from controlplane.training import readings
 from controlplane.training.models import TrainingRun

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from django.conf import settings
 
-from contract import chat_rows, chat_rows_process
 from contract.row_formats.keys import MAX_MESSAGES
+from contract.training import chat_rows, chat_rows_process
 from controlplane.errors import InvalidRequest, RateLimited
 from controlplane.files import services as files
 from controlplane.files.models import Purpose

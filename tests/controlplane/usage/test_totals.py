@@ -12,7 +12,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from contract.protocol import DoneRecord
+from contract.messages.protocol import DoneRecord
 from controlplane.limits.services import budget_period, budget_set, tokens_spent
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from contract.peft_config import MAX_PATTERNS
-from contract.peft_fields import HONOURED, NEUTRAL, REFUSED
+from contract.adapters.peft_config import MAX_PATTERNS
+from contract.adapters.peft_fields import HONOURED, NEUTRAL, REFUSED
 from engine import AdapterMismatch, AdapterUnavailable
 from engine.adapters.config import check_config, parse_config
 from engine.adapters.plan import parse_header, plan_adapter

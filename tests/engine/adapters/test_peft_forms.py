@@ -246,7 +246,7 @@ def test_names_are_read_as_by_peft(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_defaults_are_pefts() -> None:
-    from contract.peft_config import DEFAULT_ALPHA, DEFAULT_RANK
+    from contract.adapters.peft_config import DEFAULT_ALPHA, DEFAULT_RANK
 
     config = peft.LoraConfig()
     assert (config.r, config.lora_alpha) == (DEFAULT_RANK, DEFAULT_ALPHA)

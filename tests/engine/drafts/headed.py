@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from contract.draft_heads import head_names
+from contract.adapters.draft_heads import head_names
 
 HIDDEN, RANK, NUM_HEADS = 64, 24, 3
 TENSORS = "adapter_model.safetensors"

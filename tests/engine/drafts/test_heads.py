@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from contract.draft_heads import head_names
+from contract.adapters.draft_heads import head_names
 from engine import AdapterMismatch, Engine, EngineConfig, FinishReason, Request
 from engine.drafts.costs import CPU
 from engine.drafts.heads import _pays

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from contract.base_shape import context_length
+from contract.adapters.base_shape import context_length
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.hf_weights import share_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.patterns import not_beginning_with
+from contract.schemas.patterns import not_beginning_with
 from engine import BadGrammar, Engine, FinishReason, GrammarFailed, RequestError
 from engine.grammar_text import tool_calls
 from engine.sampling import grammar

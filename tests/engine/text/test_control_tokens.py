@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
 from tests.fakes import write_fake_base

@@ -13,7 +13,7 @@ pytest.importorskip("hypothesis")  # GPU machines have none
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.protocol import TokenEvent
+from contract.messages.protocol import TokenEvent
 from engine.request import FinishReason, RequestOutput, TokenLogprob
 from engine.text.codec import TextCodec
 from tests.engine.text.vocabularies import BYTES, TOKENIZERS, byte_fallback

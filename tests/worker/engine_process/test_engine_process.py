@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.protocol import AdapterRef, Sampling
+from contract.messages.protocol import AdapterRef, Sampling
 from engine.errors import ContextTooLong
 from engine.request import AdapterPart, FinishReason, Request, SamplingParams
 from tests.fakes import FakeEngine, fake_config

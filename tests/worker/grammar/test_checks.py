@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.patterns import not_beginning_with
-from contract.protocol import CALL_BEGIN, GenerateJob, TokenEvent
-from contract.tool_calls import BLANKS, CallReader, read_calls
+from contract.messages.protocol import CALL_BEGIN, GenerateJob, TokenEvent
+from contract.messages.tool_calls import BLANKS, CallReader, read_calls
+from contract.schemas.patterns import not_beginning_with
 from engine.dash.answer_check import make_check
 from engine.text.codec import TextCodec
 from tests.contract.test_tool_calls import ARGUMENTS, call

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from engine.dash.answer_check import make_check
 from engine.grammar_text import Grammar, GrammarKind
 from engine.request import Request, SamplingParams

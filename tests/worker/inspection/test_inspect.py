@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from contract.child_environment import child_environment
-from contract.inspection import MAX_PROMPT_TOKENS, InspectJob
+from contract.adapters.inspection import MAX_PROMPT_TOKENS, InspectJob
+from contract.process.child_environment import child_environment
 from tests.e2e.adapters import lora_config, lora_tensors, write_adapter
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from worker.inspection.factors import effective_rank, rank_for, singular_values

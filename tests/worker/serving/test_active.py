@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import DoneRecord, Sampling
+from contract.messages.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
 from engine.text.codec import TextCodec

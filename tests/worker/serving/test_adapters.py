@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from contract.peft_config import FILE as CONFIG_FILE
-from contract.protocol import AdapterRef, adapter_digest
-from contract.safetensors_header import FILE as TENSORS_FILE
+from contract.adapters.peft_config import FILE as CONFIG_FILE
+from contract.adapters.safetensors_header import FILE as TENSORS_FILE
+from contract.messages.protocol import AdapterRef, adapter_digest
 from worker.serving.adapter_cache import AdapterCache, AdapterFetchError
 
 REVISION = "r" * 64

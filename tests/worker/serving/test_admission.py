@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import ErrorCode, GenerateJob
+from contract.messages.protocol import ErrorCode, GenerateJob
 from engine.text.codec import TextCodec
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import AdapterRef, Control, ControlMessage, Tier
+from contract.messages.protocol import AdapterRef, Control, ControlMessage, Tier
 from engine.stats import EngineStats
 from tests.fakes import fake_config
 from tests.worker.serving.test_adapters import Store

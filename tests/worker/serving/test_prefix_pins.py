@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.protocol import AdapterRef, Control, ControlMessage
+from contract.messages.protocol import AdapterRef, Control, ControlMessage
 from engine.stats import EngineStats
 from engine.text.codec import TextCodec
 from tests.fakes import fake_config, write_fake_base

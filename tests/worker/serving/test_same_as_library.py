@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from contract.protocol import Sampling
+from contract.messages.protocol import Sampling
 from engine import DashConfig, DashEngine, SamplingParams
 from engine.dash.prompts import PromptReader
 from engine.dash.run import Completion

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from contract import protocol
-from contract.protocol import (
+from contract.messages import protocol
+from contract.messages.protocol import (
     Control,
     ControlMessage,
     DoneRecord,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from contract.child_environment import child_environment
+from contract.process.child_environment import child_environment
 from demo.data.jobs import HYPERPARAMETERS
 from demo.errors import StepFailed
 from demo.processes import kill_tree, log_tail

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file
 
-from contract.training import TrainJob
+from contract.training.job import TrainJob
 from engine.text.codec import TextCodec
 from engine.training.run import RunRequest, RunRows
 from tests.trainers import Trainer, start_trainer

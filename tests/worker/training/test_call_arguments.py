@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.row_messages import read_row
+from contract.training.row_messages import read_row
 from worker.call_arguments import NOT_CHECKED, SchemaCheck, learned_calls
 
 #: Each level asks for the next one twice.

@@ -13,10 +13,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from contract.base_shape import BaseShape
-from contract.draft_heads import head_names, is_head_tensor
-from contract.training import Hyperparameters
-from contract.upload_check import check_adapter
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.draft_heads import head_names, is_head_tensor
+from contract.adapters.upload_check import check_adapter
+from contract.training.job import Hyperparameters
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base

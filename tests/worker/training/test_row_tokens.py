@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from contract.chat_rows import lint
-from contract.row_messages import Row, WrongRow, read_row
+from contract.training.chat_rows import lint
+from contract.training.row_messages import Row, WrongRow, read_row
 from engine.text.chat_rendering import plain_messages
 from engine.text.codec import TextCodec
 from tests.chat_templates import TEMPLATES, write_tokenizer

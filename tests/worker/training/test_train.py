@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from contract.training import Hyperparameters
+from contract.training.job import Hyperparameters
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.training.job_runs import run, run_here, start, token_rows, write_job, write_rows

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from contract.chat_rows import numbered_rows
-from contract.data_split import is_validation
-from contract.row_messages import Row
-from contract.training import Hyperparameters, JobError, TrainJob
+from contract.training.chat_rows import numbered_rows
+from contract.training.data_split import is_validation
+from contract.training.job import Hyperparameters, JobError, TrainJob
+from contract.training.row_messages import Row
 from engine.text.codec import TextCodec
 from tests.tiny_base import TINY_NAME, write_tiny_base
 from tests.worker.training.job_runs import run, write_job, write_rows

@@ -11,8 +11,8 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from contract import base_claim
-from contract.base_model import NotABaseModel, find_base_model
+from contract.adapters import base_claim
+from contract.adapters.base_model import NotABaseModel, find_base_model
 from controlplane.adapters import services
 from controlplane.adapters.base_model_folder import configured_base_model
 from controlplane.errors import ApiError

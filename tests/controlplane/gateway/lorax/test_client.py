@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.protocol import ErrorCode
+from contract.messages.protocol import ErrorCode
 from controlplane.errors import (
     ApiError,
     AuthenticationFailed,

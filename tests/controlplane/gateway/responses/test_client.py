@@ -14,7 +14,7 @@ import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
+from contract.messages.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
 from controlplane.inference.responses.answers import ResponsesAnswer
 from controlplane.inference.responses.schemas import ResponsesBody

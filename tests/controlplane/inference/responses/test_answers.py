@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from contract.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
+from contract.messages.protocol import CALL_BEGIN, CALL_END, TokenEvent, Usage
 from controlplane.errors import Unavailable
 from controlplane.inference.responses.answers import ResponsesAnswer
 from controlplane.inference.responses.schemas import ResponsesBody

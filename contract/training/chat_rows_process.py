@@ -1,4 +1,4 @@
-"""Check a dataset's rows in a sealed process: `python -m contract.chat_rows_process`.
+"""Check a dataset's rows in a sealed process.
 
 Imports no Django and no settings. No work is described; the one file is the JSONL, or a pipe that
 carries it. The answer: {"num_rows", "problems": [[line, field, message]]}.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from contract.chat_rows import MAX_LINE_BYTES, lint_lines
-from contract.line_reader import lines
-from contract.sealed_process import serve
+from contract.process.line_reader import lines
+from contract.process.sealed_process import serve
+from contract.training.chat_rows import MAX_LINE_BYTES, lint_lines
 
 _PIECE_BYTES = 1 << 18
 

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Collection, Iterable
 from typing import Any, Self
 
-from contract.message import AdapterRef, Message
+from contract.messages.message import AdapterRef, Message
 
 PROTOCOL_VERSION = 1
 

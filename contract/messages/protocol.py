@@ -41,14 +41,14 @@ import json
 from collections.abc import Iterable
 from typing import Any, Self
 
-from contract.message import AdapterRef as AdapterRef
-from contract.message import Message as Message
-from contract.message import fields_of
-from contract.worker_messages import PROTOCOL_VERSION as PROTOCOL_VERSION
-from contract.worker_messages import Control as Control
-from contract.worker_messages import ControlMessage as ControlMessage
-from contract.worker_messages import Heartbeat as Heartbeat
-from contract.worker_messages import Tier as Tier
+from contract.messages.message import AdapterRef as AdapterRef
+from contract.messages.message import Message as Message
+from contract.messages.message import fields_of
+from contract.messages.worker_messages import PROTOCOL_VERSION as PROTOCOL_VERSION
+from contract.messages.worker_messages import Control as Control
+from contract.messages.worker_messages import ControlMessage as ControlMessage
+from contract.messages.worker_messages import Heartbeat as Heartbeat
+from contract.messages.worker_messages import Tier as Tier
 
 INBOX_GROUP = "w"
 ACCOUNTANT_GROUP = "acct"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from contract.safetensors_header import DTYPE_BYTES, Tensor
+from contract.adapters.safetensors_header import DTYPE_BYTES, Tensor
 
 _SCAN_BYTES = 1 << 20  # a multiple of every dtype's size
 

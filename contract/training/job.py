@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.draft_heads import MAX_HEADS
+from contract.adapters.draft_heads import MAX_HEADS
 
 MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
@@ -171,7 +171,8 @@ class TrainJob:
     warm_start: Path | None = None
     #: Where the adapters of `checkpoints` steps are kept; None: nowhere.
     kept_dir: Path | None = None
-    #: The expected answers that a batch scores the adapter by: `contract.judging`; None: none.
+    #: The expected answers that a batch scores the adapter by: `contract.training.judging`; None:
+    #: none.
     judge_dir: Path | None = None
 
     def write(self, path: Path) -> None:

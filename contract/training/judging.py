@@ -53,7 +53,7 @@ class Given:
     """The versions that the files in JUDGE_DIR belong to; the scores repeat them.
 
     suite_version  the id of the suite's version
-    live_digest    of the version that is live, `contract.protocol.adapter_digest`
+    live_digest    of the version that is live, `contract.messages.protocol.adapter_digest`
     base_revision  of the base model
     """
 

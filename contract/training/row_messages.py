@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from contract.messages.tool_calls import CalledFunctions, read_arguments
 from contract.row_formats.keys import (
     BOOLEAN_SWITCHES,
     MAX_ITEMS,
@@ -31,7 +32,6 @@ from contract.row_formats.keys import (
     shown,
 )
 from contract.strict_json import MAX_DEPTH, is_too_deep, read_value
-from contract.tool_calls import CalledFunctions, read_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

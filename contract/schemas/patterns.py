@@ -2,9 +2,9 @@ r"""Rewrite regular expressions so that every engine reads them alike.
 
 JSON Schema's patterns are ECMA-262's; Python's `re`, the decoder's engine and RE2, which checks
 answers, each read some of them differently (`\d`, `\s`, `[a&&b]`, a trailing newline at `$`). So
-`contract.ecma_regex` parses a pattern, and it is written again in what all of them agree on:
-explicit code point ranges, groups, alternatives and counts. What cannot be written so is refused by
-name, among it everything that needs backtracking.
+`contract.schemas.ecma_regex` parses a pattern, and it is written again in what all of them agree
+on: explicit code point ranges, groups, alternatives and counts. What cannot be written so is
+refused by name, among it everything that needs backtracking.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from contract.ecma_regex import (
+from contract.schemas.ecma_regex import (
     Assertion,
     BadPattern,
     Characters,
@@ -22,7 +22,7 @@ from contract.ecma_regex import (
     Unsupported,
     parse,
 )
-from contract.unicode_properties import LAST, complement, merged
+from contract.schemas.unicode_properties import LAST, complement, merged
 
 MAX_PATTERN_CHARS = 256
 #: Largest product of all counts of a pattern: RE2's limit.

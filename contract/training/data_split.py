@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 
-from contract.row_messages import Row
+from contract.training.row_messages import Row
 
 _BITS = 64
 

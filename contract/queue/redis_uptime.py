@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from contract.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
+from contract.messages.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
 
 
 class Contact:

@@ -1,4 +1,4 @@
-"""Check an upload's two files in a sealed process: `python -m contract.upload_check_process`.
+"""Check an upload's two files in a sealed process.
 
 Imports no Django and no settings. The work: {"base", "base_name", "base_names", "base_revision",
 "max_rank", "file_bytes", "is_base_accepted"}; the files: adapter_config.json, then
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from contract.adapter_problems import AdapterProblems, Problem, shown
-from contract.base_claim import claim_problems
-from contract.base_shape import BaseShape
-from contract.peft_config import UPLOAD_LIMITS
-from contract.safetensors_header import FILE as TENSORS_FILE
-from contract.safetensors_header import LENGTH_BYTES, UPLOAD_MAX_BYTES
-from contract.sealed_process import serve
-from contract.tensor_values import tensors_with_nonfinite
-from contract.upload_check import CheckedAdapter, check_adapter
+from contract.adapters.base_claim import claim_problems
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.peft_config import UPLOAD_LIMITS
+from contract.adapters.problems import AdapterProblems, Problem, shown
+from contract.adapters.safetensors_header import FILE as TENSORS_FILE
+from contract.adapters.safetensors_header import LENGTH_BYTES, UPLOAD_MAX_BYTES
+from contract.adapters.tensor_values import tensors_with_nonfinite
+from contract.adapters.upload_check import CheckedAdapter, check_adapter
+from contract.process.sealed_process import serve
 
 #: Largest number of problems in one answer.
 MAX_PROBLEMS = 20

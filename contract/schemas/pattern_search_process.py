@@ -1,7 +1,8 @@
-"""Search patterns in texts in a sealed process: `python -m contract.pattern_search_process`.
+"""Search patterns in texts in a sealed process.
 
 Imports no Django and no settings. The work: {"searches": [[pattern, text], …]}, with patterns of
-JSON Schema that `contract.patterns.read_pattern` accepts. The answer: {"found": [whether, …]}.
+JSON Schema that `contract.schemas.patterns.read_pattern` accepts. The answer: {"found": [whether,
+…]}.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any, BinaryIO
 
-from contract.patterns import read_pattern
-from contract.sealed_process import serve
+from contract.process.sealed_process import serve
+from contract.schemas.patterns import read_pattern
 
 
 def work(described: dict[str, Any], files: list[BinaryIO]) -> dict[str, Any]:

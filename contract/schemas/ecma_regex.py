@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from contract.unicode_properties import LAST, Ranges, complement, merged, property_ranges
+from contract.schemas.unicode_properties import LAST, Ranges, complement, merged, property_ranges
 
 #: Largest number of `\p` in a pattern: each may have hundreds of ranges.
 MAX_PROPERTIES = 16

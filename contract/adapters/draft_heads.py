@@ -13,8 +13,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from contract.adapter_problems import Problem, shown
-from contract.safetensors_header import FILE
+from contract.adapters.problems import Problem, shown
+from contract.adapters.safetensors_header import FILE
 
 MAX_HEADS = 4
 MAX_HEAD_RANK = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from contract.ecma_regex import BadPattern, parse
+from contract.schemas.ecma_regex import BadPattern, parse
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _BY_4 = "(?:0[48]|[2468][048]|[13579][26])"

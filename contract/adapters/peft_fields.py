@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.adapter_problems import shown
-from contract.file_kinds import MLX_ADAPTER
+from contract.adapters.file_kinds import MLX_ADAPTER
+from contract.adapters.problems import shown
 
 HONOURED = frozenset({
     "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",

@@ -1,6 +1,6 @@
 """Check whether an uploaded adapter fits its base model. Pure functions over bytes.
 
-The engine makes the same checks (`contract.adapter_fit`) when it loads an adapter, with wider
+The engine makes the same checks (`contract.adapters.fit`) when it loads an adapter, with wider
 limits, so it refuses nothing that passes here. A check at upload tells the person who can change
 the adapter.
 """
@@ -11,11 +11,18 @@ import dataclasses
 import math
 from typing import Any
 
-from contract.adapter_fit import FittedAdapter, fit_adapter
-from contract.adapter_problems import AdapterProblems, Problem, shown
-from contract.base_shape import BaseShape
-from contract.peft_config import FILE, MAX_RANK, UPLOAD_LIMITS, LoraConfig, load_json, read_config
-from contract.safetensors_header import UPLOAD_MAX_BYTES, Tensor, read_header
+from contract.adapters.base_shape import BaseShape
+from contract.adapters.fit import FittedAdapter, fit_adapter
+from contract.adapters.peft_config import (
+    FILE,
+    MAX_RANK,
+    UPLOAD_LIMITS,
+    LoraConfig,
+    load_json,
+    read_config,
+)
+from contract.adapters.problems import AdapterProblems, Problem, shown
+from contract.adapters.safetensors_header import UPLOAD_MAX_BYTES, Tensor, read_header
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

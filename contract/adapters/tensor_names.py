@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from contract.base_shape import EMBEDDING
-from contract.file_kinds import MLX_ADAPTER
+from contract.adapters.base_shape import EMBEDDING
+from contract.adapters.file_kinds import MLX_ADAPTER
 
 PREFIX = "base_model.model."
 # Parts of a module: LoRA's tensors, a whole matrix, and some of its rows.

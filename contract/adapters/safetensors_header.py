@@ -11,8 +11,8 @@ import math
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from contract.adapter_problems import AdapterProblems, Problem, shown
-from contract.file_kinds import other_kind
+from contract.adapters.file_kinds import other_kind
+from contract.adapters.problems import AdapterProblems, Problem, shown
 from contract.strict_json import read_object
 
 FILE = "adapter_model.safetensors"

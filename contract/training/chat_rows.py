@@ -1,7 +1,7 @@
 """Read a dataset's JSONL, and say what is wrong with it, line by line.
 
-`contract.row_messages` defines a row: a chat or a completion. The rules are the same at upload and
-in training.
+`contract.training.row_messages` defines a row: a chat or a completion. The rules are the same at
+upload and in training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from contract.row_formats.formats import converted, format_of
 from contract.row_formats.keys import NotConverted
-from contract.row_messages import Row, WrongRow, read_row
 from contract.strict_json import read_value
+from contract.training.row_messages import Row, WrongRow, read_row
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 1 << 20

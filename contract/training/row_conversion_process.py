@@ -1,4 +1,4 @@
-"""Convert a file of rows in a sealed process: `python -m contract.row_conversion_process`.
+"""Convert a file of rows in a sealed process.
 
 Imports no Django and no settings. The work: {"max_bytes": of the converted file}; the one file is a
 pipe that carries the rows. The answer: {"rows": base64, "formats": their names, "complaint"}.
@@ -10,8 +10,8 @@ import base64
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from contract.process.sealed_process import serve
 from contract.row_formats.conversion import Conversion
-from contract.sealed_process import serve
 
 
 def convert_rows(work: dict[str, Any], files: Sequence[BinaryIO]) -> dict[str, Any]:

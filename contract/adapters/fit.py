@@ -9,14 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from contract.adapter_problems import AdapterProblems, Problem, shown
-from contract.base_shape import EMBEDDING, HEAD, BaseShape
-from contract.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
-from contract.fit_causes import Faults, Shape, layers_problem, rank_problem, vocabulary_problem
-from contract.peft_config import FILE as CONFIG_FILE
-from contract.peft_config import SAVE_FIELD, TOKENS_FIELD, LoraConfig
-from contract.safetensors_header import FILE as TENSORS_FILE
-from contract.tensor_names import (
+from contract.adapters.base_shape import EMBEDDING, HEAD, BaseShape
+from contract.adapters.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
+from contract.adapters.fit_causes import (
+    Faults,
+    Shape,
+    layers_problem,
+    rank_problem,
+    vocabulary_problem,
+)
+from contract.adapters.peft_config import FILE as CONFIG_FILE
+from contract.adapters.peft_config import SAVE_FIELD, TOKENS_FIELD, LoraConfig
+from contract.adapters.problems import AdapterProblems, Problem, shown
+from contract.adapters.safetensors_header import FILE as TENSORS_FILE
+from contract.adapters.tensor_names import (
     BESIDE_LORA,
     BESIDE_ROWS,
     BESIDE_SAVED,
@@ -64,7 +70,7 @@ class FittedAdapter:
     unread        tensors that PEFT writes a second time, and does not read
     is_tied       PEFT made the head's A and B from the embedding's; they must agree
     is_head_tied  the head takes the embedding's new rows; where both are in the file they agree
-    draft_heads   see `contract.draft_heads`
+    draft_heads   see `contract.adapters.draft_heads`
     """
 
     matrices: Mapping[str, AdaptedMatrix]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from contract.adapter_problems import Problem, shown
-from contract.base_shape import EMBEDDING, HEAD
-from contract.peft_config import FILE as CONFIG_FILE
-from contract.peft_config import AdaptedModules
-from contract.safetensors_header import FILE as TENSORS_FILE
-from contract.tensor_names import BIAS, MAGNITUDE, PREFIX, WHOLE, Key, matrices
+from contract.adapters.base_shape import EMBEDDING, HEAD
+from contract.adapters.peft_config import FILE as CONFIG_FILE
+from contract.adapters.peft_config import AdaptedModules
+from contract.adapters.problems import Problem, shown
+from contract.adapters.safetensors_header import FILE as TENSORS_FILE
+from contract.adapters.tensor_names import BIAS, MAGNITUDE, PREFIX, WHOLE, Key, matrices
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from contract.protocol import CALL_BEGIN, CALL_END
+from contract.messages.protocol import CALL_BEGIN, CALL_END
 from contract.strict_json import is_too_deep
 
 #: Characters that may stand before the first call.

@@ -14,11 +14,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from contract.adapter_problems import AdapterProblems, Problem, shown
-from contract.base_shape import EMBEDDING, HEAD
-from contract.file_kinds import other_kind
-from contract.module_patterns import BadPattern, ModuleNames, Pattern, read_key, read_pattern
-from contract.peft_fields import PLAIN_INITS, init_problem, other_method, refusals
+from contract.adapters.base_shape import EMBEDDING, HEAD
+from contract.adapters.file_kinds import other_kind
+from contract.adapters.module_patterns import (
+    BadPattern,
+    ModuleNames,
+    Pattern,
+    read_key,
+    read_pattern,
+)
+from contract.adapters.peft_fields import PLAIN_INITS, init_problem, other_method, refusals
+from contract.adapters.problems import AdapterProblems, Problem, shown
 from contract.strict_json import read_object
 
 FILE = "adapter_config.json"

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from contract.adapter_problems import Problem, shown
-from contract.peft_config import FILE
+from contract.adapters.peft_config import FILE
+from contract.adapters.problems import Problem, shown
 
 NAME_FIELD, REVISION_FIELD = "base_model_name_or_path", "revision"
 

@@ -1,0 +1,1 @@
+"""Formats and patterns of JSON Schema."""

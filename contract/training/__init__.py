@@ -1,0 +1,1 @@
+"""Training: a run's job, the rows it learns, and their formats."""
