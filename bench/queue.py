@@ -23,7 +23,7 @@ from bench.machine import environment, write_result
 from contract.messages import protocol
 from contract.messages.protocol import AdapterRef, GenerateJob
 from contract.queue import fair_queue, scripts
-from controlplane.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
+from controlplane.usage.limits.admit import ADMIT, BudgetPeriod, Limits, Policy, admit_args
 from demo.ports import HOST, choose_ports
 from demo.servers import Redis
 

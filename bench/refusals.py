@@ -154,11 +154,11 @@ def make_keys(number: int) -> dict[str, Any]:
 
     django.setup()
 
-    from controlplane.limits.services import budget_set, rate_limit_set
     from controlplane.tenancy.scoping import tenant_scope
     from controlplane.tenants import keys, services
     from controlplane.tenants.key_rules import KeyRules
     from controlplane.tenants.models import Tenant
+    from controlplane.usage.limits.services import budget_set, rate_limit_set
 
     with tenant_scope(Tenant.objects.get(slug="acme").id):
         _, narrow = services.api_key_create(name="narrow", rules=KeyRules(scopes=("read",)))

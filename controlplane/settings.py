@@ -13,11 +13,11 @@ from contract.process.log_lines import log_uncaught
 from contract.training.daily_window import DailyWindow
 from contract.training.gpu_share import trainer_gpu_share
 from controlplane.beat import beat_schedule
+from controlplane.gateway.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
 from controlplane.infra.outbound_policy import hub_endpoint, outbound_policy
 from controlplane.infra.variables import Variables
-from controlplane.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.tenancy.database.patient import PatientConnection
 from controlplane.tenancy.scope import add_tenant
 
@@ -72,24 +72,24 @@ INSTALLED_APPS = [
     "drf_spectacular",
     "drf_spectacular_sidecar",
     "controlplane.tenancy.database",
-    "controlplane.audit",
-    "controlplane.outbox",
+    "controlplane.events.audit",
+    "controlplane.events.outbox",
     "controlplane.tenants",
-    "controlplane.service_keys",
+    "controlplane.operator.service_keys",
     "controlplane.adapters",
     "controlplane.aliases",
     "controlplane.inference",
     "controlplane.requestlog",
     "controlplane.queue",
-    "controlplane.limits",
+    "controlplane.usage.limits",
     "controlplane.training",
-    "controlplane.inspections",
+    "controlplane.evaluations.inspections",
     "controlplane.evaluations",
-    "controlplane.morning",
+    "controlplane.evaluations.morning",
     "controlplane.deletion",
     "controlplane.files",
-    "controlplane.batches",
-    "controlplane.fine_tuning",
+    "controlplane.files.batches",
+    "controlplane.gateway.fine_tuning",
     "controlplane.usage",
     "controlplane.webhooks",
     "controlplane.console",
@@ -99,7 +99,7 @@ INSTALLED_APPS = [
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "controlplane.tenancy.away.DatabaseAwayMiddleware",
-    "controlplane.audit.origin.AuditOriginMiddleware",
+    "controlplane.events.audit.origin.AuditOriginMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
@@ -283,7 +283,7 @@ TENANT_DELETION_GRACE_DAYS = env_number("LORIKEET_TENANT_DELETION_GRACE_DAYS", 7
 #: Requests that one batch runner has in flight at a time, however large the pool is.
 BATCH_MAX_IN_FLIGHT = env_number("LORIKEET_BATCH_MAX_IN_FLIGHT", 512, 1)
 #: Default quotas; an operator may set others for a tenant: see
-#: `controlplane.limits.models.TenantQuota`.
+#: `controlplane.usage.limits.models.TenantQuota`.
 TENANT_QUOTAS = {
     "storage_bytes": env_number("LORIKEET_TENANT_STORAGE_BYTES", 50 * 1024**3),
     "training_runs": env_number("LORIKEET_TENANT_TRAINING_RUNS", 20),
@@ -343,7 +343,7 @@ CELERY_TASK_ROUTES = {
     "controlplane.training.tasks.training_run_execute": {"queue": "train"},
     "controlplane.training.tasks.dataset_report": {"queue": "inspect"},
     "controlplane.training.tasks.dataset_pulls_run": {"queue": "ingest"},
-    "controlplane.inspections.tasks.adapter_inspect": {"queue": "inspect"},
+    "controlplane.evaluations.inspections.tasks.adapter_inspect": {"queue": "inspect"},
     "controlplane.evaluations.tasks.evaluation_run": {"queue": "inspect"},
 }
 CELERY_BROKER_TRANSPORT_OPTIONS = {

@@ -13,7 +13,14 @@ import redis
 from contract.messages import protocol
 from contract.messages.protocol import AdapterRef, DoneRecord, GenerateJob, Heartbeat, TokenEvent
 from contract.queue import fair_queue, scripts
-from controlplane.limits.admit import ADMIT, Admitted, Limits, Refusal, admit_args, read_verdict
+from controlplane.usage.limits.admit import (
+    ADMIT,
+    Admitted,
+    Limits,
+    Refusal,
+    admit_args,
+    read_verdict,
+)
 
 BASE = "base"
 NO_LIMITS = Limits()

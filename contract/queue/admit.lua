@@ -1,5 +1,5 @@
 -- Decide about a request: its tenant's limits, its budgets, the queue, its place. See
--- `controlplane.limits.admit`.
+-- `controlplane.usage.limits.admit`.
 -- KEYS job | ARGV pool, queue, request id, job, tenant, class, digests, deadline, its ttl, gateway,
 -- tokens to read, tokens to write (as limits count them; as a budget must), tokens a second of the
 -- pool, seconds that one may wait, what may wait in all, of a tenant, number of policies,

@@ -7,8 +7,8 @@ class AdaptersConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.adapters import deletion, services
         from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-        from controlplane.limits import quotas
         from controlplane.tenancy import epochs
+        from controlplane.usage.limits import quotas
 
         quotas.USES["storage_bytes"].connect(services.storage_used)
         quotas.USES["storage_bytes"].connect(deletion.storage_used)

@@ -21,8 +21,8 @@ from contract.adapters.deleted import GONE_TTL_S, gone_key
 from contract.messages import protocol
 from controlplane.adapters import orphaned_objects, promotion, users
 from controlplane.adapters.models import Adapter, AdapterVersion, DeletedVersion, Promotion
-from controlplane.audit.services import record
 from controlplane.errors import Conflict
+from controlplane.events.audit.services import record
 from controlplane.infra.redis_client import redis_client
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 

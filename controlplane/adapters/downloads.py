@@ -10,8 +10,8 @@ from django.utils import timezone
 
 from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters.models import AdapterVersion
-from controlplane.audit.services import record
 from controlplane.errors import Conflict
+from controlplane.events.audit.services import record
 from controlplane.infra import storage
 
 EXPIRES_S = 300

@@ -23,18 +23,18 @@ from controlplane.adapters.import_sources import CONFIG, TENSORS, Source, TryAga
 from controlplane.adapters.models import AdapterVersion, VersionImport
 from controlplane.adapters.rejection import Rejected
 from controlplane.adapters.uploads import FILES
-from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest
+from controlplane.events.audit.services import record
 from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.metrics import ADAPTER_IMPORTS
 from controlplane.infra.outages import STORE_OUTAGE
 from controlplane.infra.outbound import Answer
-from controlplane.limits import quotas, turns
-from controlplane.limits.models import Turn
 from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
+from controlplane.usage.limits import quotas, turns
+from controlplane.usage.limits.models import Turn
 
 log = logging.getLogger(__name__)
 

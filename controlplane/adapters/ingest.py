@@ -26,14 +26,14 @@ from controlplane.adapters.file_check import Accepted, files_check
 from controlplane.adapters.models import AdapterVersion, VersionImport, VersionUpload
 from controlplane.adapters.probing import Facts
 from controlplane.adapters.rejection import Rejected
-from controlplane.audit.services import record
+from controlplane.events.audit.services import record
+from controlplane.events.outbox.models import EventType
+from controlplane.events.outbox.services import publish
 from controlplane.infra import storage
 from controlplane.infra.temp_folders import scratch_folder
-from controlplane.limits import turns
-from controlplane.limits.models import Turn
-from controlplane.outbox.models import EventType
-from controlplane.outbox.services import publish
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits import turns
+from controlplane.usage.limits.models import Turn
 
 log = logging.getLogger(__name__)
 

@@ -315,7 +315,7 @@ class VersionUpload(TenantModel):
 
 
 class AdapterInspection(TenantModel):
-    """The probe and the doctor's report of one version: see `controlplane.inspections`.
+    """The probe and the doctor's report of one version: see `controlplane.evaluations.inspections`.
 
     While `is_held`, its version stays `validating` until the probe agrees or rejects it.
     """

@@ -2,7 +2,7 @@
 
 LORIKEET_PROBE says what becomes of a version when nobody can probe it: with `require` it waits,
 with `try` it continues after LORIKEET_PROBE_WAIT_S, or at once if no inspector lives, and is probed
-later; with `off` nothing is probed. `controlplane.inspections` does the work.
+later; with `off` nothing is probed. `controlplane.evaluations.inspections` does the work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from controlplane.adapters.models import AdapterInspection, AdapterVersion
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, Unavailable
+from controlplane.events.audit.services import record
 from controlplane.infra import liveness
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Status = AdapterInspection.Status
 
 QUEUE = "inspect"
-INSPECT_TASK = "controlplane.inspections.tasks.adapter_inspect"
+INSPECT_TASK = "controlplane.evaluations.inspections.tasks.adapter_inspect"
 NO_INSPECTOR = "No inspector runs: it is probed when one does."
 TOO_LATE = "The probe did not end in time: it is repeated."
 #: Time after which a silent inspector is not waited for; they report every 10 s.

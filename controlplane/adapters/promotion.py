@@ -15,11 +15,11 @@ from django.db import transaction
 from django.dispatch import Signal
 
 from controlplane.adapters.models import Adapter, AdapterVersion, Promotion, is_not_over
-from controlplane.audit.origin import current_origin
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest
-from controlplane.outbox.models import EventType
-from controlplane.outbox.services import publish
+from controlplane.events.audit.origin import current_origin
+from controlplane.events.audit.services import record
+from controlplane.events.outbox.models import EventType
+from controlplane.events.outbox.services import publish
 from controlplane.tenancy.model_scope import check_named
 
 MAX_REASON_CHARS = 500

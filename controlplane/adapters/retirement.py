@@ -13,8 +13,8 @@ from django.utils import timezone
 
 from controlplane.adapters import orphaned_objects, promotion, users
 from controlplane.adapters.models import Adapter, AdapterVersion, Promotion, today
-from controlplane.audit.services import record
 from controlplane.errors import Conflict
+from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
 Status = AdapterVersion.Status

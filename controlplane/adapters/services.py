@@ -35,7 +35,6 @@ from controlplane.adapters.models import (
     is_serving,
 )
 from controlplane.adapters.resolution import model_resolve
-from controlplane.audit.services import record
 from controlplane.errors import (
     Conflict,
     InvalidRequest,
@@ -45,10 +44,11 @@ from controlplane.errors import (
     Unavailable,
     from_validation,
 )
+from controlplane.events.audit.services import record
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, User, is_slug
+from controlplane.usage.limits import quotas
 
 MAX_TENSORS_BYTES = uploads.MAX_TENSORS_BYTES
 FILES = uploads.FILES

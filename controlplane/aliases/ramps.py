@@ -25,9 +25,9 @@ from controlplane.aliases.comparison import compare
 from controlplane.aliases.contents import contents_of
 from controlplane.aliases.counting import counts_of
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision, Ramp
-from controlplane.audit.origin import current_origin
-from controlplane.audit.services import record
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.origin import current_origin
+from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.aliases.contents import Contents, Part, Target
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision
-from controlplane.audit.origin import current_origin
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.events.audit.origin import current_origin
 from controlplane.tenancy.model_scope import check_named
 
 Cause = AliasRevision.Cause

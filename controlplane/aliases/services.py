@@ -23,8 +23,8 @@ from controlplane.aliases.compatibility import breaking_changes
 from controlplane.aliases.contents import Contents, Part, Target, canary_of, check_text, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, is_current
 from controlplane.aliases.revisions import revision_store, targets_find
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, is_slug
 

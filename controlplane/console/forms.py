@@ -10,12 +10,12 @@ from django import forms
 from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
-from controlplane.limits.models import Budget, RateLimit
 from controlplane.requestlog.models import LogPolicy
 from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import ApiKey, Role, ServiceAccount, slug_validator
 from controlplane.tenants.permissions import DEFAULT_SCOPES, Permission
+from controlplane.usage.limits.models import Budget, RateLimit
 
 if TYPE_CHECKING:
     from controlplane.console.access import Member

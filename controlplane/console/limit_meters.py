@@ -13,9 +13,9 @@ from django.utils import timezone
 from contract.queue import fair_queue
 from controlplane.errors import Unavailable
 from controlplane.infra.redis_client import redis_client
-from controlplane.limits.admit import BudgetPeriod, budget_state_key
-from controlplane.limits.models import Budget, RateLimit
-from controlplane.limits.services import budget_period, tokens_spent
+from controlplane.usage.limits.admit import BudgetPeriod, budget_state_key
+from controlplane.usage.limits.models import Budget, RateLimit
+from controlplane.usage.limits.services import budget_period, tokens_spent
 
 #: An empty bucket of N a minute is full again after this time.
 _MINUTE_S = 60.0

@@ -10,9 +10,9 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.audit.services import record, record_named
 from controlplane.deletion import steps
 from controlplane.deletion.models import TenantDeletion
+from controlplane.events.audit.services import record, record_named
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants.models import Tenant
 

@@ -17,8 +17,8 @@ from controlplane.adapters import deletion
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.aliases import services as aliases
 from controlplane.aliases.protection import adapter_users
-from controlplane.audit.services import record, recorded_at_end
 from controlplane.errors import Conflict
+from controlplane.events.audit.services import record, recorded_at_end
 from controlplane.training import saved_states, sources, versions
 from controlplane.training import services as training
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun

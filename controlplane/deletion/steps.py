@@ -23,12 +23,12 @@ from contract.messages import protocol
 from controlplane.adapters import deletion as adapters
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
 from controlplane.aliases.models import AliasRevision, is_current
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import record
-from controlplane.batches.models import Batch
-from controlplane.batches.services import batch_cancel
 from controlplane.deletion.models import TenantDeletion
 from controlplane.errors import Conflict
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import record
+from controlplane.files.batches.models import Batch
+from controlplane.files.batches.services import batch_cancel
 from controlplane.infra import storage
 from controlplane.infra.redis_client import redis_client
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope

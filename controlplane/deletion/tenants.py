@@ -9,10 +9,10 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
-from controlplane.audit.origin import current_origin
-from controlplane.audit.services import record, record_named
 from controlplane.deletion.models import TenantDeletion
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.origin import current_origin
+from controlplane.events.audit.services import record, record_named
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants.models import Tenant
 

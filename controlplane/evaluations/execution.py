@@ -21,19 +21,19 @@ from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from contract.training.judging import Score
-from controlplane.audit.services import record
 from controlplane.errors import ApiError, NotFound
 from controlplane.evaluations import asking, batch_scores, checks, searching, services
 from controlplane.evaluations.asking import Asked, Stopped
 from controlplane.evaluations.batch_scores import ScoresGone
 from controlplane.evaluations.judge import JudgeFailed, NoMark, mark
 from controlplane.evaluations.models import Case, Evaluation, Judge, Result
+from controlplane.events.audit.services import record
 from controlplane.infra.metrics import EVALUATIONS_ENDED
 from controlplane.infra.outages import DATABASE_OUTAGE
-from controlplane.limits import turns
-from controlplane.limits.models import Turn
 from controlplane.tenancy.row_lease import RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits import turns
+from controlplane.usage.limits.models import Turn
 
 log = logging.getLogger(__name__)
 

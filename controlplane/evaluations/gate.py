@@ -20,7 +20,6 @@ from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias
-from controlplane.audit.services import record, recorded_at_end
 from controlplane.errors import ApiError, Conflict, NotFound, RateLimited
 from controlplane.evaluations import asking, batch_scores, services
 from controlplane.evaluations.comparison import interval_json, pair_of, paired
@@ -35,10 +34,11 @@ from controlplane.evaluations.models import (
     SuiteVersion,
 )
 from controlplane.evaluations.suites import suite_get, suite_version_get
+from controlplane.events.audit.services import record, recorded_at_end
+from controlplane.events.outbox.models import EventType
+from controlplane.events.outbox.services import publish
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.metrics import GATE_DECISIONS, GATE_SCORES
-from controlplane.outbox.models import EventType
-from controlplane.outbox.services import publish
 from controlplane.queue.residency import before_switch
 from controlplane.tenancy.scoping import all_tenants, new_id, tenant_scope
 from controlplane.tenants.models import Tenant

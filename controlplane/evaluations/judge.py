@@ -13,9 +13,9 @@ from typing import Any
 from cryptography.fernet import InvalidToken
 from django.db import transaction
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.evaluations.models import Case, Judge
+from controlplane.events.audit.services import record
 from controlplane.infra import outbound
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
 from controlplane.infra.outbound import Bounds, CallFailed

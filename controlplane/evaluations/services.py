@@ -13,11 +13,11 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from controlplane.adapters.models import Adapter
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
 from controlplane.evaluations import asking
 from controlplane.evaluations.models import Evaluation, Result, SuiteVersion
 from controlplane.evaluations.suites import may_read
+from controlplane.events.audit.services import record
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.auth import Permission, Principal, authorize

@@ -13,11 +13,11 @@ from contract.process.line_reader import lines
 from contract.training import chat_rows
 from contract.training.row_messages import Row
 from controlplane.adapters.models import Adapter
-from controlplane.audit.services import record
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, Unavailable
 from controlplane.evaluations import checks
 from controlplane.evaluations.leakage import prompt_digest
 from controlplane.evaluations.models import Case, Evaluation, Suite, SuiteVersion
+from controlplane.events.audit.services import record
 from controlplane.inference.parsing import make_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.infra import storage

@@ -6,6 +6,6 @@ class FilesConfig(AppConfig):
 
     def ready(self) -> None:
         from controlplane.files import services
-        from controlplane.limits import quotas
+        from controlplane.usage.limits import quotas
 
         quotas.USES["storage_bytes"].connect(services.storage_used)

@@ -18,16 +18,16 @@ from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from controlplane.events.audit.services import record
 from controlplane.files import contents
 from controlplane.files.contents import FileWriter
 from controlplane.files.models import MADE, File, Purpose, Upload, UploadPart
 from controlplane.infra import storage
 from controlplane.infra.hooks import Hook
-from controlplane.limits import quotas
 from controlplane.tenancy.model_scope import current_bounds
 from controlplane.tenancy.public_ids import parse_id
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

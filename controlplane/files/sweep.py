@@ -9,7 +9,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.audit.services import record
+from controlplane.events.audit.services import record
 from controlplane.files import services
 from controlplane.files.models import File, Upload, UploadPart
 from controlplane.infra import storage

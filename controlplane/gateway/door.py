@@ -27,8 +27,8 @@ from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponseBase, StreamingHttpResponse
 
 from contract.messages.protocol import GenerateJob
-from controlplane.audit.origin import request_origin
 from controlplane.errors import ApiError, InternalError, MethodNotAllowed
+from controlplane.events.audit.origin import request_origin
 from controlplane.gateway import last_uses
 from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference import access

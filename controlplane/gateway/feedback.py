@@ -11,12 +11,12 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from controlplane.gateway.rest.fields import Constant
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.bodies import Body, without_nul
 from controlplane.requestlog import captured
 from controlplane.requestlog.captured import MAX_ANSWER_CHARS
-from controlplane.rest.fields import Constant
 from controlplane.tenants.permissions import Permission
 
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}

@@ -20,10 +20,10 @@ from controlplane.adapters.services import model_delete
 from controlplane.aliases.protection import check_no_alias
 from controlplane.aliases.resolution import models_list
 from controlplane.gateway.door import GatewayRequest
+from controlplane.gateway.rest.fields import Constant
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.rest.fields import Constant
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup
 from controlplane.tenants.auth import Permission

@@ -20,10 +20,10 @@ from rest_framework.response import Response
 
 from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.openapi import KEY_ONLY
+from controlplane.gateway.rest.views import RowAPIView
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
 from controlplane.infra.threads import query_in_thread
-from controlplane.rest.views import RowAPIView
 from controlplane.tenants import idempotency
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import IdempotencyRecord

@@ -29,13 +29,13 @@ from controlplane.errors import ApiError, InvalidRequest, NotFound
 from controlplane.inference.alias_defaults import AliasDefaults, defaults_of, known_defaults
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.infra.threads import query_in_thread
-from controlplane.limits.admit import NO_LIMITS, Limits
-from controlplane.limits.services import limits_for
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup
 from controlplane.tenancy.model_scope import allows_model, refusal
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
+from controlplane.usage.limits.admit import NO_LIMITS, Limits
+from controlplane.usage.limits.services import limits_for
 
 #: Number of adapters in one blend; the engine has the same bound.
 MAX_PARTS = 8

@@ -38,12 +38,12 @@ from controlplane.inference.generation import Call, chat_job, client_param, comp
 from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.lifetime import lifetime_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
-from controlplane.limits.admit import Admitted
 from controlplane.queue.admission import rate_headers
 from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id, tenant_scope
+from controlplane.usage.limits.admit import Admitted
 
 
 def new_request_id() -> str:

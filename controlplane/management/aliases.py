@@ -15,6 +15,8 @@ from rest_framework.response import Response
 from controlplane.aliases import services
 from controlplane.aliases.contents import MAX_PARTS, MAX_WEIGHT, Contents, Part, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, is_current
+from controlplane.gateway.rest.fields import DescribedField
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.canaries import GuardSerializer, GuardSetField
 from controlplane.management.fields import ChoiceField
@@ -25,8 +27,6 @@ from controlplane.queue.residency import (
     before_alias_switch,
     before_canary,
 )
-from controlplane.rest.fields import DescribedField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 _PART = {

@@ -10,10 +10,10 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import NotFound
+from controlplane.events.audit.models import AuditEvent
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import TenantAPIView
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 _FILTERS = {

@@ -16,10 +16,10 @@ from controlplane.aliases.guards import guard_parse
 from controlplane.aliases.models import Ramp
 from controlplane.aliases.verdict import BOUNDS, LATENCIES, RATES, Counts, Guard
 from controlplane.errors import Conflict
+from controlplane.gateway.rest.fields import DescribedField
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
 from controlplane.queue.residency import before_canary
-from controlplane.rest.fields import DescribedField
 from controlplane.tenants.auth import Permission
 
 _GUARD_HELP = {

@@ -11,13 +11,13 @@ from rest_framework.response import Response
 
 from contract.training.row_messages import WrongRow
 from controlplane.errors import InvalidRequest
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
 from controlplane.management.training import DatasetSerializer
 from controlplane.requestlog import capture, captured
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy
 from controlplane.requestlog.sealing import Unreadable
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenancy.model_scope import may_name
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training.captured_rows import dataset_from_captured

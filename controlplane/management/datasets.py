@@ -10,10 +10,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
-from controlplane.fine_tuning.dataset_files import dataset_from_file
+from controlplane.gateway.fine_tuning.dataset_files import dataset_from_file
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.training import DatasetSerializer
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training import preview, reports, services, versions
 from controlplane.training.models import DatasetVersion

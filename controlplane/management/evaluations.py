@@ -22,9 +22,9 @@ from controlplane.evaluations.models import (
     Suite,
     SuiteVersion,
 )
+from controlplane.gateway.rest.fields import DescribedField
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import BoundedJSONParser, StrictSerializer, TenantAPIView
-from controlplane.rest.fields import DescribedField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 _SIDES = [

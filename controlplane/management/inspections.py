@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from controlplane.adapters import probing, services
 from controlplane.adapters.models import AdapterInspection, AdapterVersion
-from controlplane.inspections.reports import device_bytes, is_estimated
+from controlplane.evaluations.inspections.reports import device_bytes, is_estimated
 from controlplane.management.base import TenantAPIView
 from controlplane.tenants.auth import Permission
 

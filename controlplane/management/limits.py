@@ -14,14 +14,14 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import Conflict, NotFound, PermissionDenied
-from controlplane.limits import quotas, services
-from controlplane.limits.models import Budget, RateLimit
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.key_grants import check_limits_of
 from controlplane.tenants.key_services import api_key_get
+from controlplane.usage.limits import quotas, services
+from controlplane.usage.limits.models import Budget, RateLimit
 
 _T = TypeVar("_T")
 _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1

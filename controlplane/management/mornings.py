@@ -11,13 +11,13 @@ from rest_framework.response import Response
 
 from controlplane.adapters.services import adapter_get
 from controlplane.errors import InvalidRequest
+from controlplane.evaluations.morning.report import Entry, morning_of
+from controlplane.evaluations.morning.telling import moment_of
+from controlplane.gateway.rest.fields import DescribedField
 from controlplane.management.base import TenantAPIView
 from controlplane.management.evaluations import ComparisonSerializer
 from controlplane.management.gates import GateSerializer
 from controlplane.management.schedules import ScheduleRunSerializer
-from controlplane.morning.report import Entry, morning_of
-from controlplane.morning.telling import moment_of
-from controlplane.rest.fields import DescribedField
 
 _PARAMETERS = [
     OpenApiParameter(

@@ -11,9 +11,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants import people, services
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url

@@ -15,13 +15,13 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest, from_worker
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
 from controlplane.requestlog import services
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent
 from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS, StoredWords
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 
 _CONTENT_HELP = (

@@ -10,9 +10,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import NotFound
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants import key_services, people
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.key_grants import inherited

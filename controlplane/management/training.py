@@ -19,9 +19,9 @@ from contract.training.job import Hyperparameters
 from controlplane.adapters.services import adapter_get
 from controlplane.deletion import services as deletion
 from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, flag, is_forced
 from controlplane.management.fields import ChoiceField
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.training import picking, services
 from controlplane.training.models import Dataset, Schedule, TrainingRun

@@ -11,9 +11,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from controlplane.events.outbox.models import CHOOSABLE
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
-from controlplane.outbox.models import CHOOSABLE
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.tenants.auth import Permission
 from controlplane.webhooks import services
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

@@ -12,13 +12,13 @@ from rest_framework.exceptions import NotAuthenticated
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.audit.services import record_named
 from controlplane.errors import PermissionDenied
+from controlplane.events.audit.services import record_named
+from controlplane.gateway.rest.views import RowAPIView
 from controlplane.management.base import ManagementAPIView
-from controlplane.rest.views import RowAPIView
-from controlplane.service_keys import auth
-from controlplane.service_keys.auth import Operator
-from controlplane.service_keys.scopes import Scope
+from controlplane.operator.service_keys import auth
+from controlplane.operator.service_keys.auth import Operator
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import idempotency
 from controlplane.tenants.models import OperatorIdempotencyRecord, User

@@ -16,8 +16,7 @@ from controlplane.adapters.services import base_model_activate, base_model_shutd
 from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.tenants import tenant_delete, tenant_restore
 from controlplane.errors import InvalidRequest, NotFound, from_fields
-from controlplane.limits import quotas
-from controlplane.limits.services import rate_limit_set
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
 from controlplane.management.adapters import BaseModelSerializer
 from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
@@ -30,15 +29,16 @@ from controlplane.management.limits import (
 from controlplane.management.people import TenantSerializer
 from controlplane.operator import pool, provisioning
 from controlplane.operator.access import OperatorAPIView as OperatorAPIView
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.operator.tenant_document import ProvisionedSerializer, TenantDocumentSerializer
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter
 from controlplane.queue.workers import workers
-from controlplane.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
-from controlplane.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import services
 from controlplane.tenants.models import Tenant, is_slug
+from controlplane.usage.limits import quotas
+from controlplane.usage.limits.services import rate_limit_set
 
 
 class TenantCreateSerializer(StrictSerializer):

@@ -9,8 +9,8 @@ from django.db import transaction
 
 from contract.messages import protocol
 from contract.queue import fair_queue
-from controlplane.audit.services import record_named
 from controlplane.errors import NotFound
+from controlplane.events.audit.services import record_named
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.redis_client import redis_client
 from controlplane.queue.workers import WorkerStatus, workers

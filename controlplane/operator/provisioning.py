@@ -18,15 +18,12 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
-from controlplane.audit.services import record_named, recorded_at_end
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record_named, recorded_at_end
 from controlplane.infra.locks import lock_until_commit
-from controlplane.limits import quotas
-from controlplane.limits.models import RateLimit, TenantQuota
-from controlplane.limits.services import rate_limit_set
 from controlplane.operator.principal import OperatorPrincipal
-from controlplane.service_keys.auth import Operator
-from controlplane.service_keys.scopes import Scope
+from controlplane.operator.service_keys.auth import Operator
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import key_grants, key_services, people, services
 from controlplane.tenants.invite_mail import invite_send, invite_url
@@ -46,6 +43,9 @@ from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Schedule
 from controlplane.training.schedule_rules import settings_changed
 from controlplane.training.services import schedule_set
+from controlplane.usage.limits import quotas
+from controlplane.usage.limits.models import RateLimit, TenantQuota
+from controlplane.usage.limits.services import rate_limit_set
 
 #: Scope that a part of the document needs besides `tenants:write`.
 PART_SCOPES = {

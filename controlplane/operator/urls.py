@@ -2,7 +2,8 @@
 
 from django.urls import path
 
-from controlplane.operator import api, for_tenants, service_keys
+from controlplane.operator import api, for_tenants
+from controlplane.operator import service_key_views as service_keys
 
 urlpatterns = [
     path("service-keys", service_keys.ServiceKeysView.as_view()),

@@ -12,7 +12,7 @@ from contract.messages import protocol
 from contract.messages.protocol import ErrorCode, GenerateJob
 from contract.queue import fair_queue
 from controlplane.errors import ApiError, Conflict, RateLimited, Unavailable
-from controlplane.limits.admit import (
+from controlplane.usage.limits.admit import (
     MAX_TENANT_WAITING,
     MAX_WAITING,
     Admitted,

@@ -7,7 +7,10 @@ from typing import Any
 from contract.messages import protocol
 from contract.messages.protocol import GenerateJob
 from controlplane.infra.threads import query_in_thread
-from controlplane.limits.admit import (
+from controlplane.queue.admission import admission_args
+from controlplane.queue.batch_reply_stream import ADMIT_LINE, BatchReplyStream
+from controlplane.queue.known_workers import KnownWorkers
+from controlplane.usage.limits.admit import (
     ADMIT,
     SEED,
     Admitted,
@@ -17,10 +20,7 @@ from controlplane.limits.admit import (
     budget_state_key,
     read_verdict,
 )
-from controlplane.limits.services import tokens_spent
-from controlplane.queue.admission import admission_args
-from controlplane.queue.batch_reply_stream import ADMIT_LINE, BatchReplyStream
-from controlplane.queue.known_workers import KnownWorkers
+from controlplane.usage.limits.services import tokens_spent
 
 #: How long a budget's state outlives its period, for requests that still run.
 BUDGET_TTL_S = 2 * 24 * 3600

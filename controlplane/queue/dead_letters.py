@@ -18,14 +18,14 @@ from contract.messages import protocol
 from contract.messages.protocol import GenerateJob
 from contract.queue import fair_queue
 from controlplane.aliases.watching import quarantined_canaries_fail
-from controlplane.audit.services import record, record_named
 from controlplane.errors import Conflict, Unavailable
+from controlplane.events.audit.services import record, record_named
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.redis_client import redis_client
-from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
 from controlplane.queue.admission import output_estimate, prompt_estimate
 from controlplane.queue.models import DeadLetter, Quarantine
 from controlplane.tenancy.scoping import all_tenants
+from controlplane.usage.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING
 
 log = logging.getLogger(__name__)
 

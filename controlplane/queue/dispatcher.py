@@ -26,7 +26,6 @@ from contract.queue.redis_uptime import Contact
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.infra.redis_client import AsyncCountingRetry
-from controlplane.limits.admit import CANCEL, NO_LIMITS, Admitted, Limits, Refusal
 from controlplane.queue.admission import refusal_error
 from controlplane.queue.admitting import Admitter
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
@@ -38,6 +37,7 @@ from controlplane.queue.replies import Reply
 from controlplane.queue.reply_reader import BLOCK_MS, RETRY_S, ReplyReader
 from controlplane.requestlog.recorder import Recorder
 from controlplane.tenancy.epochs import EpochReader
+from controlplane.usage.limits.admit import CANCEL, NO_LIMITS, Admitted, Limits, Refusal
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

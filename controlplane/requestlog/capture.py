@@ -16,8 +16,8 @@ from django.db import transaction
 from django.db.models import Count, Sum
 
 from contract.messages.protocol import FinishReason
-from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest
+from controlplane.events.audit.services import record
 from controlplane.infra.characters import can_be_written
 from controlplane.infra.metrics import CAPTURED_REQUESTS
 from controlplane.requestlog import sealing

@@ -17,8 +17,8 @@ from django.utils import timezone
 
 from contract.messages.tool_calls import read_calls
 from contract.training.row_messages import WrongRow, read_row
-from controlplane.audit.services import record, record_named
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record, record_named
 from controlplane.infra.metrics import FEEDBACK
 from controlplane.requestlog import sealing
 from controlplane.requestlog.capture import CaptureRule, capture_policy

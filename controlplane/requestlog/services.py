@@ -11,8 +11,8 @@ from typing import Any
 from django.db import transaction
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest, NotFound
+from controlplane.events.audit.services import record
 from controlplane.requestlog import sealing
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RequestContent

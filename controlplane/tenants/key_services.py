@@ -13,8 +13,8 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record
 from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
 from controlplane.tenancy.scoping import current_tenant_id

@@ -17,8 +17,8 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
+from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.auth import Principal, authorize_grant
 from controlplane.tenants.key_grants import as_it_is_now, check_unbound

@@ -11,8 +11,8 @@ from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, from_validation
+from controlplane.events.audit.services import record
 from controlplane.tenants.email_addresses import address_set
 from controlplane.tenants.key_services import api_key_create as api_key_create
 from controlplane.tenants.key_services import api_key_revoke as api_key_revoke

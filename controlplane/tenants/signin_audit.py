@@ -12,7 +12,7 @@ from allauth.usersessions.models import UserSession
 from django.db import transaction
 from django.http import HttpRequest
 
-from controlplane.audit.services import record
+from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.email_addresses import address_set
 from controlplane.tenants.models import Membership, User

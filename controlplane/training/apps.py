@@ -6,8 +6,8 @@ class TrainingConfig(AppConfig):
 
     def ready(self) -> None:
         from controlplane.infra import metrics
-        from controlplane.limits import quotas
         from controlplane.training import contents, picking, readings, saved_states, services
+        from controlplane.usage.limits import quotas
 
         quotas.USES["training_runs"].connect(services.runs_active)
         quotas.USES["training_device_seconds"].connect(picking.device_seconds_used)

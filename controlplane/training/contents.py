@@ -19,9 +19,9 @@ from django.utils import timezone
 
 from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.training.models import DatasetContent, TrainingRun, dataset_key
+from controlplane.usage.limits import quotas
 
 #: Longest time of an upload from `content_begin` to its dataset's row.
 KEPT = dt.timedelta(hours=1)

@@ -13,10 +13,10 @@ from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
 
-from controlplane.audit.services import record
+from controlplane.events.audit.services import record
+from controlplane.events.outbox.models import EventType
+from controlplane.events.outbox.services import publish
 from controlplane.infra.metrics import TRAINERS_LOST, TRAINING_ENDED
-from controlplane.outbox.models import EventType
-from controlplane.outbox.services import publish
 from controlplane.training import events, picking, services
 from controlplane.training.attempt import Attempt, unsettle
 from controlplane.training.lease import RunLease

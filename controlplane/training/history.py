@@ -14,9 +14,9 @@ from django.db import transaction
 from django.db.models import Count
 from django.utils import timezone
 
+from controlplane.events.outbox.models import EventType
+from controlplane.events.outbox.services import publish
 from controlplane.infra.metrics import SCHEDULE_SLOTS
-from controlplane.outbox.models import EventType
-from controlplane.outbox.services import publish
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import User
 from controlplane.training import services

@@ -10,7 +10,6 @@ from django.utils import timezone
 
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import AdapterVersion
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.training import picking, sending, services
 from controlplane.training.endings import run_give_back
@@ -18,6 +17,7 @@ from controlplane.training.events import Level, event_add
 from controlplane.training.lease import RunLease
 from controlplane.training.models import TrainingRun
 from controlplane.training.publishing import LOOK_AGAIN, run_conclude
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from django.db import transaction
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict
+from controlplane.events.audit.services import record
 from controlplane.training import events, sending, services
 from controlplane.training.models import TrainingRun
 

@@ -16,13 +16,13 @@ from django.db.models import BigIntegerField, Count, F, OuterRef, Q, QuerySet, S
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
-from controlplane.limits import quotas, turns
-from controlplane.limits.models import Turn
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training.events import event_add
 from controlplane.training.lease import RUNNING_LEASE, RunLease
 from controlplane.training.models import TrainingRun
+from controlplane.usage.limits import quotas, turns
+from controlplane.usage.limits.models import Turn
 from controlplane.usage.models import TrainingUsage
 
 Status = TrainingRun.Status

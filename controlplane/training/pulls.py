@@ -25,8 +25,8 @@ from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.utils import timezone
 
 from contract.training.chat_rows import MAX_ROWS
-from controlplane.audit.services import recorded_at_end
 from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
+from controlplane.events.audit.services import recorded_at_end
 from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.metrics import DATASET_PULLS

@@ -26,7 +26,6 @@ from controlplane.errors import ApiError
 from controlplane.infra import storage
 from controlplane.infra.metrics import TRAINING_STEPS
 from controlplane.infra.outages import DATABASE_OUTAGE
-from controlplane.limits import quotas
 from controlplane.training import contents, judging, publishing, size
 from controlplane.training.attempt import Attempt
 from controlplane.training.endings import Fault, run_abandon, run_finish, run_give_back
@@ -45,6 +44,7 @@ from controlplane.training.trainer import (
     TrainingFailed,
     TrainingPaused,
 )
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

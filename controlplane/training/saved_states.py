@@ -23,10 +23,10 @@ from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.infra import storage
 from controlplane.infra.metrics import TRAINING_STATES
 from controlplane.infra.outages import DATABASE_OUTAGE, STORE_OUTAGE
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.training.lease import RunLease, while_held, with_retry
 from controlplane.training.models import TrainingRun
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

@@ -30,14 +30,14 @@ from django.db.models.functions import RowNumber
 from django.utils import timezone
 
 from controlplane.adapters.models import is_serving
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, NotFound, RateLimited
-from controlplane.limits import quotas
+from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant, User
 from controlplane.training import cron, history, picking
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 from controlplane.training.schedule_rules import plan, window_of
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

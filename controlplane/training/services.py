@@ -17,7 +17,6 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
-from controlplane.audit.services import record
 from controlplane.errors import (
     ApiError,
     Conflict,
@@ -26,8 +25,8 @@ from controlplane.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from controlplane.events.audit.services import record
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.models import User, is_slug
@@ -49,6 +48,7 @@ from controlplane.training.models import (
     TrainingRun,
     dataset_key,
 )
+from controlplane.usage.limits import quotas
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from contract.training.job import Hyperparameters
 from controlplane.errors import InvalidRequest
-from controlplane.limits import quotas
+from controlplane.usage.limits import quotas
 
 _DEFAULTS = Hyperparameters()
 #: Least number of rows, as in the trainer.

@@ -12,8 +12,8 @@ from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record
 from controlplane.infra import outbound
 from controlplane.infra.outbound_policy import Refused
 from controlplane.tenancy.model_scope import check_named, check_unbound

@@ -14,8 +14,8 @@ from django.db import transaction
 from django.db.models import Q
 
 from contract.training.chat_rows import MAX_ROWS
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge
+from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_unbound, may_name
 from controlplane.tenants.models import is_slug, slug_validator
 from controlplane.training import contents, reports

@@ -10,7 +10,7 @@ from django.db.models import Window
 from django.db.models.functions import RowNumber
 from django.utils import timezone
 
-from controlplane.outbox.models import OutboxEvent
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.webhooks import mails
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

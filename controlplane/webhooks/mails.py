@@ -16,10 +16,10 @@ from django.db.models import F
 from django.template.loader import render_to_string
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import InvalidRequest
+from controlplane.events.audit.services import record
+from controlplane.events.outbox.models import CHOOSABLE, EventType, OutboxEvent
 from controlplane.infra.metrics import EVENT_MAILS
-from controlplane.outbox.models import CHOOSABLE, EventType, OutboxEvent
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.models import Membership, Role, Tenant
 from controlplane.webhooks.models import EventMail, MailChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
-from controlplane.outbox.models import OutboxEvent
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import TenantModel
 from controlplane.tenants.models import Membership, User
 

@@ -8,8 +8,8 @@ from django.db.models import Count, Q
 from django.utils import timezone
 from prometheus_client.core import Metric
 
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra.metrics import gauge
-from controlplane.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
 

@@ -10,13 +10,13 @@ from typing import Any
 from django.db import connection, transaction
 from django.utils import timezone
 
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.services import record
+from controlplane.events.outbox.models import CHOOSABLE, EventType
+from controlplane.events.outbox.services import publish
 from controlplane.infra import outbound
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.outbound_policy import Refused
-from controlplane.outbox.models import CHOOSABLE, EventType
-from controlplane.outbox.services import publish
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.webhooks import signing, tasks
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

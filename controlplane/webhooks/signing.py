@@ -15,8 +15,8 @@ from typing import Any
 
 from cryptography.fernet import InvalidToken
 
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
-from controlplane.outbox.models import OutboxEvent
 
 _PREFIX = "whsec_"
 _KEY_BYTES = 32

@@ -20,7 +20,7 @@ import json, os, sys, uuid
 os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
 import django
 django.setup()
-from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import api_key_create

@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import models, transaction
 from django.utils import timezone
 
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra.ciphers import pepper_id
 from controlplane.tenancy.scoping import new_id, tenant_scope
 from controlplane.tenants import keys, services

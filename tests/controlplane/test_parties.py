@@ -9,8 +9,8 @@ from allauth.account.models import EmailAddress
 from django.apps import apps
 from django.db.models import Model
 
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import verify
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import verify
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants.models import ApiKey, Membership
 from tests.controlplane.conftest import as_key, as_user

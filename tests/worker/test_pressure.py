@@ -259,7 +259,7 @@ import os, sys, uuid
 os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
 import django
 django.setup()
-from controlplane.limits.services import budget_set
+from controlplane.usage.limits.services import budget_set
 from controlplane.tenancy.scoping import tenant_scope
 with tenant_scope(uuid.UUID(sys.argv[1])):
     print(budget_set(period="month", hard_limit=int(sys.argv[2])).id.hex)

@@ -23,7 +23,7 @@ POOL = "walls"
 #: Limits and a budget for each tenant, so that their counters are there too.
 LIMITS = """
 import django; django.setup()
-from controlplane.limits.services import budget_set, rate_limit_set
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Tenant
 for tenant in Tenant.objects.all():

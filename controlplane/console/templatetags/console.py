@@ -11,7 +11,7 @@ from django import template
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString, mark_safe
 
-from controlplane.limits.models import Budget
+from controlplane.usage.limits.models import Budget
 
 register = template.Library()
 

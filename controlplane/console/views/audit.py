@@ -11,10 +11,10 @@ from django.shortcuts import render
 from django.utils.http import urlencode
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import verify
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import AuditForm
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import verify
 from controlplane.tenants.auth import Permission
 
 PAGE = 50

@@ -15,7 +15,7 @@ from controlplane.console import doctor_charts
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.views.adapters import get_adapter
 from controlplane.errors import ApiError
-from controlplane.inspections.reports import device_bytes, is_estimated
+from controlplane.evaluations.inspections.reports import device_bytes, is_estimated
 from controlplane.tenants.auth import Permission
 
 Status = AdapterInspection.Status

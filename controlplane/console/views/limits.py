@@ -15,9 +15,9 @@ from controlplane.console import limit_meters
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import BudgetForm, LimitForm, add_service_error
 from controlplane.errors import ApiError, NotFound, PermissionDenied
-from controlplane.limits import services
-from controlplane.limits.models import Budget, RateLimit
 from controlplane.tenants.auth import Permission
+from controlplane.usage.limits import services
+from controlplane.usage.limits.models import Budget, RateLimit
 
 _OPERATORS = "Only the operator can set the limits of the whole tenant. Choose a key or a model."
 

@@ -12,8 +12,8 @@ from django.views.decorators.http import require_safe
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.charts import LineChart, loss_chart
 from controlplane.console.evaluation_rows import Row, comparison_rows
-from controlplane.morning.report import NIGHT, Entry, morning_of
-from controlplane.morning.telling import moment_of
+from controlplane.evaluations.morning.report import NIGHT, Entry, morning_of
+from controlplane.evaluations.morning.telling import moment_of
 from controlplane.tenants.models import is_slug
 from controlplane.training.models import Schedule
 

@@ -39,11 +39,11 @@ from controlplane.inference.service import submit
 from controlplane.infra.metrics import count_refusal
 from controlplane.infra.request_lines import RequestLine
 from controlplane.infra.threads import query_in_thread
-from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.requestlog import services as log
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Permission, Principal
+from controlplane.usage.limits.admit import Limits, Policy
 
 #: The request log's name for the address of the playground's requests.
 ENDPOINT = "/console/playground"

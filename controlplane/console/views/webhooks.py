@@ -14,7 +14,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import add_service_error
 from controlplane.errors import ApiError, Conflict
-from controlplane.outbox.models import CHOOSABLE
+from controlplane.events.outbox.models import CHOOSABLE
 from controlplane.tenants.auth import Permission
 from controlplane.webhooks import mails, services
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

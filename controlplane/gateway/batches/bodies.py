@@ -9,12 +9,12 @@ from drf_spectacular.utils import extend_schema_field
 from pydantic import AfterValidator, Field
 from rest_framework import serializers
 
-from controlplane.batches.lines import ENDPOINTS
-from controlplane.batches.models import Batch, file_id
+from controlplane.files.batches.lines import ENDPOINTS
+from controlplane.files.batches.models import Batch, file_id
 from controlplane.gateway.files.bodies import ExpiresAfter
+from controlplane.gateway.rest.fields import Constant, PublicId, UnixTime
 from controlplane.inference.bodies import Body
 from controlplane.inference.schemas import Metadata
-from controlplane.rest.fields import Constant, PublicId, UnixTime
 
 
 def _endpoint(value: str) -> str:

@@ -8,11 +8,11 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.batches import services
-from controlplane.batches.models import Batch
+from controlplane.files.batches import services
+from controlplane.files.batches.models import Batch
 from controlplane.gateway.batches.bodies import BatchBody, BatchSerializer
+from controlplane.gateway.rest.paging import Paging, page, page_of
 from controlplane.gateway.row_views import GatewayAPIView
-from controlplane.rest.paging import Paging, page, page_of
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
 

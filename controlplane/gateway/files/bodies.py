@@ -12,8 +12,8 @@ from rest_framework import serializers
 from controlplane.errors import InvalidRequest
 from controlplane.files.models import MADE, File, Purpose, Upload, UploadPart
 from controlplane.files.services import FileForm
+from controlplane.gateway.rest.fields import Constant, PublicId, UnixTime
 from controlplane.inference.bodies import Body, without_nul
-from controlplane.rest.fields import Constant, PublicId, UnixTime
 
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 30 * 24 * 3600
 #: Purposes that a client may name; files that the platform makes have one of their own.

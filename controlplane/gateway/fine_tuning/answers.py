@@ -12,8 +12,8 @@ from rest_framework import serializers
 
 from contract.training.job import Hyperparameters
 from controlplane.files.models import File
-from controlplane.fine_tuning.checkpoints import Checkpoint
-from controlplane.rest.fields import Constant, DescribedField, PublicId, UnixTime
+from controlplane.gateway.fine_tuning.checkpoints import Checkpoint
+from controlplane.gateway.rest.fields import Constant, DescribedField, PublicId, UnixTime
 from controlplane.tenancy.public_ids import public_id
 from controlplane.training import picking
 from controlplane.training.models import TrainingEvent, TrainingRun

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.training.job import BOUNDS, Hyperparameters
-from controlplane.fine_tuning.services import JobForm
+from controlplane.gateway.fine_tuning.services import JobForm
 from controlplane.inference.bodies import Body, at_most, refused, without_nul
 from controlplane.inference.schemas import Metadata
 

@@ -13,21 +13,21 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
-from controlplane.fine_tuning import services
-from controlplane.fine_tuning.checkpoints import job_checkpoints
 from controlplane.gateway.door import GatewayRequest
 from controlplane.gateway.files.receiving import in_file_thread
+from controlplane.gateway.fine_tuning import services
 from controlplane.gateway.fine_tuning.answers import (
     FineTuningCheckpointSerializer,
     FineTuningEventSerializer,
     FineTuningJobSerializer,
 )
 from controlplane.gateway.fine_tuning.bodies import FineTuningJobBody
+from controlplane.gateway.fine_tuning.checkpoints import job_checkpoints
 from controlplane.gateway.fine_tuning.live import PAGE, Page, live_events
+from controlplane.gateway.rest.paging import Paging, page, page_of, page_of_items
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.schemas import MAX_METADATA
 from controlplane.infra.threads import query_in_thread
-from controlplane.rest.paging import Paging, page, page_of, page_of_items
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission

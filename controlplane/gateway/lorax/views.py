@@ -23,9 +23,9 @@ from controlplane.gateway.lorax.timings import Timings, whole_headers
 from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.service import Generation
-from controlplane.limits.admit import MAX_WAITING
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenants.permissions import Permission
+from controlplane.usage.limits.admit import MAX_WAITING
 
 _lorax_view = gateway_view({"POST": Permission.INFER}, errors=error_response)
 

@@ -15,8 +15,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.errors import InvalidRequest
+from controlplane.gateway.rest.fields import Constant
 from controlplane.gateway.row_views import GatewayAPIView
-from controlplane.rest.fields import Constant
 from controlplane.tenants.permissions import Permission
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord, UsageTotal
 

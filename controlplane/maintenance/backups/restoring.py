@@ -18,7 +18,7 @@ from django.core.management import call_command
 from django.db import connection, transaction
 from django.db.migrations.loader import MigrationLoader
 
-from controlplane.audit.services import record_named
+from controlplane.events.audit.services import record_named
 from controlplane.infra import storage
 from controlplane.maintenance.backups import database
 from controlplane.maintenance.backups.backing_up import PREFIX
@@ -32,7 +32,7 @@ from controlplane.maintenance.backups.folder import (
     digest_of,
     pieces_of,
 )
-from controlplane.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.models import ServiceKey
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scope import OPERATOR_ROLE
 from controlplane.tenants.models import ApiKey

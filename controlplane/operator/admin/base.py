@@ -14,7 +14,7 @@ from django.utils.html import format_html
 from django.utils.text import capfirst
 from unfold.admin import ModelAdmin
 
-from controlplane.audit.services import record
+from controlplane.events.audit.services import record
 from controlplane.operator.admin.lists import BoundedList
 
 

@@ -7,8 +7,8 @@ import dataclasses
 from django.db.models import QuerySet
 from django.urls import reverse
 
-from controlplane.batches.models import Batch
 from controlplane.errors import Unavailable
+from controlplane.files.batches.models import Batch
 from controlplane.operator.pages.dead_letters import waiting_letters
 from controlplane.operator.pages.rendering import span
 from controlplane.operator.pages.workers import groups

@@ -19,13 +19,13 @@ from django.utils import timezone
 
 from controlplane.adapters import fetching, import_sources, ingest, orphaned_objects, tasks
 from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion, VersionImport
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import storage
 from controlplane.infra.outbound_policy import OutboundPolicy, hub_endpoint
-from controlplane.limits import quotas
 from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
+from controlplane.usage.limits import quotas
 from tests.cli.runner import ROOT
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

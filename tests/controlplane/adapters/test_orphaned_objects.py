@@ -15,9 +15,9 @@ from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import services as training_services
+from controlplane.usage.limits import quotas
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
 from tests.controlplane.adapters.test_ingest import is_staging_empty, upload, validate

@@ -14,8 +14,8 @@ from django.test import Client
 from controlplane.adapters import promotion, services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, Promotion
 from controlplane.adapters.promotion import live_stack
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.scoping import tenant_scope
 from tests.conftest import ROOT
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

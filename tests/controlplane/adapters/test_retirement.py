@@ -38,9 +38,9 @@ from controlplane.adapters.models import (
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.resolution import models_list
 from controlplane.aliases.services import alias_create
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import record
 from controlplane.errors import Conflict, NotFound
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import record
 from controlplane.gateway.models import ServedModelSerializer
 from controlplane.inference import access
 from controlplane.inference.lifetime import lifetime_headers

@@ -13,17 +13,17 @@ from django.urls import reverse
 
 from controlplane.adapters import resolution, services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, today
-from controlplane.audit.models import AuditEvent
-from controlplane.batches.validation import validate
 from controlplane.errors import InvalidRequest, NotFound
+from controlplane.events.audit.models import AuditEvent
+from controlplane.files.batches.validation import validate
 from controlplane.gateway.models import ServedModelSerializer
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.limits.admit import NO_LIMITS
 from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.models import User
+from controlplane.usage.limits.admit import NO_LIMITS
 from tests.controlplane.conftest import (
     TINY_CONFIG,
     Party,

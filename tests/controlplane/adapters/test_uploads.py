@@ -15,8 +15,8 @@ from rest_framework.test import APIClient
 from controlplane.adapters import ingest, services, tasks, uploads
 from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion, VersionUpload
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits import quotas
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.wide import CONFIG_BYTES, wide_base, wide_tensors
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

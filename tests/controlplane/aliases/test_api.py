@@ -13,7 +13,7 @@ from controlplane.aliases import services
 from controlplane.aliases.contents import Contents
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision
 from controlplane.aliases.resolution import models_list
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.gateway.models import ModelListSerializer
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import services as tenants

@@ -18,8 +18,8 @@ from controlplane.aliases.comparison import compare
 from controlplane.aliases.contents import Contents, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, TargetCount
 from controlplane.aliases.verdict import Counts
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra.metrics import CANARY_ROLLBACKS
 from controlplane.queue.dead_letters import quarantine_sync
 from controlplane.tenancy.scoping import all_tenants

@@ -13,8 +13,8 @@ import pytest
 
 from controlplane.aliases import ramps, services
 from controlplane.aliases.models import Alias, Ramp, TargetCount
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from tests.conftest import ROOT

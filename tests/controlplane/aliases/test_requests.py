@@ -27,12 +27,12 @@ from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.responses.translation import chat_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.limits.models import RateLimit
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenants import auth
 from controlplane.tenants import services as tenants
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.key_rules import KeyRules
+from controlplane.usage.limits.models import RateLimit
 from controlplane.usage.services import usage_settle
 from tests.controlplane.aliases.conftest import parts
 from tests.controlplane.aliases.test_api import SCHEMA

@@ -16,8 +16,8 @@ from controlplane.aliases import services
 from controlplane.aliases.contents import MAX_SYSTEM_PROMPT_CHARS, Contents, contents_of
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision
 from controlplane.aliases.resolution import alias_resolve, bucket, models_list
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.models import AuditEvent
 from tests.controlplane.aliases.conftest import Status, add, parts
 from tests.controlplane.conftest import Party
 

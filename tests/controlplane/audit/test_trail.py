@@ -15,8 +15,8 @@ from django.core.management import CommandError, call_command
 from django.db import ProgrammingError, connection, transaction
 
 from controlplane.adapters.services import adapter_create, base_model_add
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import Head, record, verify
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import Head, record, verify
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, services

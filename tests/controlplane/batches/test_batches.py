@@ -385,7 +385,7 @@ def test_a_limit_is_waited_for_and_a_budget_too(batches: Batches) -> None:
     live = batches.site.live
     scope = (
         "import uuid\n"
-        "from controlplane.limits import services\n"
+        "from controlplane.usage.limits import services\n"
         "from controlplane.tenancy.scoping import tenant_scope\n"
         f"with tenant_scope(uuid.UUID('{live.tenants['globex'].id}')):\n"
     )

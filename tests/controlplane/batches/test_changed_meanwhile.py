@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.messages.protocol import done_key, job_key
-from controlplane.batches.runner import LOOK_S
+from controlplane.files.batches.runner import LOOK_S
 from controlplane.queue.batch_reply_stream import line_request_id
 from tests.controlplane.batches.conftest import Batches
 from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
@@ -81,7 +81,7 @@ def test_a_line_that_is_being_sent_when_its_batch_is_cancelled_is_not_begun(
     """It reaches Redis after the batch has ended: the database took its time."""
     settings = f"""
 import uuid
-from controlplane.limits import services
+from controlplane.usage.limits import services
 from controlplane.tenancy.scoping import tenant_scope
 with tenant_scope(uuid.UUID("{pool.tenants["acme"].id}")):
     services."""

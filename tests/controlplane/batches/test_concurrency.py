@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from controlplane.batches.concurrency import Concurrency
+from controlplane.files.batches.concurrency import Concurrency
 from controlplane.queue.workers import WorkerStatus
 from tests.messages import make_heartbeat
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from controlplane.batches import feeding
-from controlplane.batches.concurrency import Concurrency
-from controlplane.batches.feeding import Feeder
-from controlplane.batches.lines import Line
-from controlplane.batches.results import Result
 from controlplane.errors import RateLimited
+from controlplane.files.batches import feeding
+from controlplane.files.batches.concurrency import Concurrency
+from controlplane.files.batches.feeding import Feeder
+from controlplane.files.batches.lines import Line
+from controlplane.files.batches.results import Result
 from controlplane.queue.batch_reply_stream import BatchReplyStream
 from demo.stack import EmbeddedStack
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from controlplane.batches import output, results, services
-from controlplane.batches.leases import MAX_TENANT_RUNNING, Lease, claim
-from controlplane.batches.models import Batch, BatchResult
-from controlplane.batches.results import Result
+from controlplane.files.batches import output, results, services
+from controlplane.files.batches.leases import MAX_TENANT_RUNNING, Lease, claim
+from controlplane.files.batches.models import Batch, BatchResult
+from controlplane.files.batches.results import Result
 from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party

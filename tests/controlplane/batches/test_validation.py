@@ -15,8 +15,8 @@ import pytest
 
 from contract.process import line_reader
 from controlplane.adapters.models import BaseModel
-from controlplane.batches import lines
-from controlplane.batches.validation import MAX_FAULTS, Found, RefusedLine, validate
+from controlplane.files.batches import lines
+from controlplane.files.batches.validation import MAX_FAULTS, Found, RefusedLine, validate
 from controlplane.tenants import auth
 from tests.controlplane.conftest import Party
 

@@ -9,8 +9,8 @@ import pytest
 from django.db import connection
 from django.test import Client
 
-from controlplane.audit.models import AuditEvent
 from controlplane.console.views import audit
+from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.services import api_key_create, tenant_update
@@ -46,7 +46,7 @@ def test_tasks_and_commands_are_told_as_the_platform(acme: Party) -> None:
     for name in names:
         with (
             tenant_scope(acme.tenant.id),
-            patch("controlplane.audit.origin._program", return_value=name),
+            patch("controlplane.events.audit.origin._program", return_value=name),
         ):
             api_key_create(name="made by itself")
     browser = browser_of(acme.owner)

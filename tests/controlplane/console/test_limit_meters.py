@@ -12,10 +12,10 @@ from django.conf import settings
 
 from contract.queue import fair_queue
 from controlplane.console import limit_meters
-from controlplane.limits.admit import budget_state_key
-from controlplane.limits.models import Budget, RateLimit
-from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.usage.limits.admit import budget_state_key
+from controlplane.usage.limits.models import Budget, RateLimit
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import browser_of
 

@@ -17,7 +17,7 @@ from allauth.mfa.totp.internal.auth import (
 )
 from django.test import Client
 
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.requestlog.services import log_policy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User

@@ -17,16 +17,16 @@ from contract.messages import protocol
 from controlplane.adapters import deletion, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
 from controlplane.adapters.resolution import model_resolve
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import NotFound
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.training import contents
 from controlplane.training import services as training
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.usage.limits import quotas
 from tests.controlplane.adapters.files import GOOD_CONFIG, put
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.adapters.test_orphaned_objects import is_there

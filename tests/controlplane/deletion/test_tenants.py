@@ -26,20 +26,18 @@ from controlplane.aliases import ramps
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import TargetCount
-from controlplane.audit import services as audit
-from controlplane.audit.models import AuditEvent
-from controlplane.batches.models import Batch, BatchResult
 from controlplane.deletion import execution, steps, tasks
 from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.traces import tenant_traces
 from controlplane.evaluations import suites
 from controlplane.evaluations.models import BatchScores, Evaluation, GateDecision, Judge, Result
+from controlplane.events.audit import services as audit
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.files import services as files
+from controlplane.files.batches.models import Batch, BatchResult
 from controlplane.files.models import File, Purpose, UploadPart
 from controlplane.infra import storage
-from controlplane.limits.models import TenantQuota, Turn
-from controlplane.limits.services import budget_set, rate_limit_set
-from controlplane.outbox.models import OutboxEvent
 from controlplane.queue.models import DeadLetter
 from controlplane.requestlog.capture import capture_policy_set
 from controlplane.requestlog.models import CapturedRequest, Feedback, RefusalHour
@@ -55,6 +53,8 @@ from controlplane.training.models import (
     TrainingCheckpoint,
     TrainingRun,
 )
+from controlplane.usage.limits.models import TenantQuota, Turn
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift

@@ -17,14 +17,14 @@ from controlplane.adapters.models import Adapter, Promotion
 from controlplane.aliases.contents import contents_of
 from controlplane.aliases.models import Alias
 from controlplane.aliases.services import revision_get
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.evaluations import asking, execution, gate
 from controlplane.evaluations.asking import Asked
 from controlplane.evaluations.comparison import Changed, pair_of
 from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.evaluations.models import Case, Evaluation, GateDecision, Result
-from controlplane.outbox.models import OutboxEvent
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.training import services as training
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

@@ -11,11 +11,11 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.errors import InvalidRequest, NotFound, PermissionDenied
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.limits.services import rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import api_key_create
+from controlplane.usage.limits.services import rate_limit_set
 from tests.controlplane.conftest import Party
 
 REPOSITORY = "org/name"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.batches.lines import parse_line, parse_request
 from controlplane.errors import InvalidRequest
+from controlplane.files.batches.lines import parse_line, parse_request
 from controlplane.gateway.files.bodies import UploadBody
 from controlplane.gateway.lorax.schemas import GenerateBody
 from controlplane.inference.bodies import Body

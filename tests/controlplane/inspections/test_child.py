@@ -10,8 +10,8 @@ import pytest
 from django.conf import settings
 
 from contract.adapters.inspection import InspectJob
-from controlplane.inspections import child
-from controlplane.inspections.child import InspectionFailed, memory_limit, run_inspector
+from controlplane.evaluations.inspections import child
+from controlplane.evaluations.inspections.child import InspectionFailed, memory_limit, run_inspector
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from controlplane.inspections.comparison import (
+from controlplane.evaluations.inspections.comparison import (
     BF16,
     FP32,
     Scores,

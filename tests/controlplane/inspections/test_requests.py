@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from controlplane.adapters.models import AdapterInspection
-from controlplane.audit.models import AuditEvent
-from controlplane.inspections import execution
+from controlplane.evaluations.inspections import execution
+from controlplane.events.audit.models import AuditEvent
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.inspections.test_states import (

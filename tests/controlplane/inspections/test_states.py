@@ -23,10 +23,10 @@ from controlplane.adapters.models import (
 )
 from controlplane.aliases import services
 from controlplane.aliases.contents import Contents, Part, contents_of
-from controlplane.audit.models import AuditEvent
+from controlplane.evaluations.inspections import execution, sweep
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.infra import liveness, storage
-from controlplane.inspections import execution, sweep
-from controlplane.outbox.models import EventType, OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import TrainingRun
 from controlplane.training.services import dataset_upload, training_run_create

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from controlplane.errors import RateLimited
-from controlplane.limits.admit import (
+from controlplane.queue.admission import BudgetSpent, rate_headers, refusal_error
+from controlplane.usage.limits.admit import (
     SEED,
     Admitted,
     BudgetPeriod,
@@ -19,7 +20,6 @@ from controlplane.limits.admit import (
     Refusal,
     budget_state_key,
 )
-from controlplane.queue.admission import BudgetSpent, rate_headers, refusal_error
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

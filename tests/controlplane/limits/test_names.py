@@ -6,8 +6,8 @@ import pytest
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.resolution import limit_names
-from controlplane.limits.services import limits_for, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.usage.limits.services import limits_for, rate_limit_set
 from tests.controlplane.conftest import Party
 
 

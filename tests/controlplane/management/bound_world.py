@@ -13,11 +13,10 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.aliases import ramps
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
-from controlplane.batches.models import Batch
 from controlplane.evaluations import suites
 from controlplane.evaluations.models import Evaluation, GateDecision, Suite, SuiteVersion
+from controlplane.files.batches.models import Batch
 from controlplane.files.models import File, Purpose
-from controlplane.limits.services import rate_limit_set
 from controlplane.requestlog import sealing
 from controlplane.requestlog import services as request_log
 from controlplane.requestlog.capture import capture_policy_set
@@ -25,6 +24,7 @@ from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import CapturedRequest
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
+from controlplane.usage.limits.services import rate_limit_set
 from controlplane.usage.models import UsageRecord
 from controlplane.usage.services import usage_records_create
 from controlplane.usage.training import training_usage_add

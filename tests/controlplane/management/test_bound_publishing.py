@@ -13,10 +13,10 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias, Ramp
-from controlplane.batches.models import Batch
-from controlplane.batches.services import batches_list
 from controlplane.errors import PermissionDenied
 from controlplane.evaluations.models import Evaluation, Judge
+from controlplane.files.batches.models import Batch
+from controlplane.files.batches.services import batches_list
 from controlplane.files.models import File
 from controlplane.files.services import files_list
 from controlplane.requestlog.models import CapturedRequest

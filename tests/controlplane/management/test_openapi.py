@@ -17,12 +17,11 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.aliases import ramps
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
-from controlplane.audit.models import AuditEvent
 from controlplane.evaluations import suites
 from controlplane.evaluations.models import Evaluation, Judge, SuiteVersion
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.gateway import urls as gateway_urls
-from controlplane.limits.services import budget_set, rate_limit_set
-from controlplane.outbox.models import OutboxEvent
 from controlplane.requestlog import sealing
 from controlplane.requestlog import services as request_log
 from controlplane.requestlog.capture import capture_policy_set
@@ -32,6 +31,7 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, people
 from controlplane.tenants.models import Membership, Role
 from controlplane.training.models import Dataset, DatasetSource, TrainingRun
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.usage.models import UsageRecord
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint
 from controlplane.webhooks.signing import seal

@@ -11,8 +11,8 @@ import pytest
 from django.utils import timezone
 
 from controlplane.evaluations.models import Evaluation, GateDecision, SuiteVersion
-from controlplane.morning import report, telling
-from controlplane.outbox.models import OutboxEvent
+from controlplane.evaluations.morning import report, telling
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role

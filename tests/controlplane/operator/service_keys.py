@@ -6,9 +6,9 @@ from typing import Any
 
 from rest_framework.test import APIClient
 
-from controlplane.service_keys.models import ServiceKey
-from controlplane.service_keys.scopes import Scope
-from controlplane.service_keys.services import service_key_create
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_keys.services import service_key_create
 from controlplane.tenancy.scoping import all_tenants
 
 

@@ -13,8 +13,8 @@ from django.test import Client
 from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import BaseModel
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import PermissionDenied
+from controlplane.events.audit.models import AuditEvent
 from controlplane.queue.models import DeadLetter
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, idempotency

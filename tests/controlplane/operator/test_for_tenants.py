@@ -8,8 +8,8 @@ import pytest
 from django.db import models
 
 from controlplane.adapters.models import Adapter, BaseModel
-from controlplane.audit.models import AuditEvent
 from controlplane.deletion.tenants import tenant_delete
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import TenantManager, all_tenants, tenant_scope
 from controlplane.tenants import auth, services

@@ -19,12 +19,12 @@ from django.urls import reverse
 from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.audit.models import AuditEvent
-from controlplane.limits.admit import NO_LIMITS
+from controlplane.events.audit.models import AuditEvent
 from controlplane.operator.pages import dead_letters as page_of_letters
 from controlplane.queue.models import DeadLetter, Quarantine
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits.admit import NO_LIMITS
 from tests.controlplane.conftest import Party, make_operator
 
 WORKER = "pages-worker"
@@ -66,7 +66,7 @@ def beat(pool: Any, worker_id: str = WORKER, **fields: Any) -> None:
 
 def wait_in_queue(pool: Any, party: Party, number: int, *, is_batch: bool = False) -> None:
     """Admit requests as the gateway does."""
-    from controlplane.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING, admit_args
+    from controlplane.usage.limits.admit import ADMIT, MAX_TENANT_WAITING, MAX_WAITING, admit_args
 
     tenant = str(party.tenant.id)
     for _ in range(number):

@@ -13,15 +13,15 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from controlplane.adapters.models import Adapter, BaseModel
-from controlplane.audit.models import AuditEvent
-from controlplane.audit.services import verify
 from controlplane.errors import InvalidRequest
-from controlplane.limits.models import RateLimit, TenantQuota
-from controlplane.service_keys.scopes import Scope
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.audit.services import verify
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
 from controlplane.tenants.models import ApiKey, Invite, Tenant, User
 from controlplane.training.models import Dataset, Schedule
+from controlplane.usage.limits.models import RateLimit, TenantQuota
 from tests.controlplane.conftest import PASSWORD, TINY_CONFIG, Party, assert_error
 from tests.controlplane.operator.service_keys import as_service_key
 

@@ -11,8 +11,8 @@ from django.test import Client
 from django.urls import reverse
 
 from contract.messages import protocol
-from controlplane.audit.models import AuditEvent
-from controlplane.service_keys.scopes import Scope
+from controlplane.events.audit.models import AuditEvent
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants
 from tests.controlplane.conftest import assert_error, make_operator
 from tests.controlplane.operator.service_keys import as_service_key

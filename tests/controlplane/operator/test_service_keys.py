@@ -16,10 +16,10 @@ from django.db.utils import ProgrammingError
 from django.utils import timezone
 
 from contract.process.log_secrets import masked
-from controlplane.audit.models import AuditEvent
-from controlplane.service_keys import auth
-from controlplane.service_keys.models import ServiceKey
-from controlplane.service_keys.scopes import Scope
+from controlplane.events.audit.models import AuditEvent
+from controlplane.operator.service_keys import auth
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, pepper_change, services
 from controlplane.tenants.models import Tenant, User

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract.queue import fair_queue
-from controlplane.limits.admit import Refusal
+from controlplane.usage.limits.admit import Refusal
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

@@ -21,10 +21,10 @@ from contract.messages.protocol import (
 )
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
 from controlplane.errors import RateLimited, Unavailable
-from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced, line_request_id
 from controlplane.queue.dispatcher import Dispatcher
 from controlplane.queue.open_replies import SILENCE_S
+from controlplane.usage.limits.admit import Limits, Policy
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

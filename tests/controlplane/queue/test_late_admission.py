@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from contract.messages.protocol import DONE_JOB_TTL_S, control_key, job_key
-from controlplane.limits.admit import Limits, Policy
 from controlplane.queue.dispatcher import Dispatcher
+from controlplane.usage.limits.admit import Limits, Policy
 from demo.stack import EmbeddedStack
 from tests.queue_rig import QueueRig
 

@@ -15,7 +15,6 @@ from contract.messages import protocol
 from contract.messages.protocol import ErrorCode, GenerateJob, TokenEvent
 from contract.queue import fair_queue, scripts
 from controlplane.errors import Conflict
-from controlplane.limits.admit import Refusal
 from controlplane.queue import dead_letters
 from controlplane.queue.dead_letters import (
     dead_letter_prompts_forget,
@@ -28,6 +27,7 @@ from controlplane.queue.dead_letters import (
 from controlplane.queue.models import DeadLetter
 from controlplane.queue.reaper import REAPER, Reaper
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits.admit import Refusal
 from demo.stack import EmbeddedStack
 from tests.controlplane.conftest import Party
 from tests.queue_rig import QueueRig

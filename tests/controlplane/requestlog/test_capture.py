@@ -12,8 +12,8 @@ from django.db import transaction
 from django.utils import timezone
 
 from contract.messages.protocol import CALL_BEGIN, CALL_END
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import storage
 from controlplane.requestlog import capture, captured, retention, sealing
 from controlplane.requestlog.capture import CaptureRule, capture_policy_set, captures_keep

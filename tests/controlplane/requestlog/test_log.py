@@ -11,8 +11,8 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import InvalidRequest, NotFound
+from controlplane.events.audit.models import AuditEvent
 from controlplane.requestlog import retention, sealing, services
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.models import LogPolicy, RefusalHour, RequestContent

@@ -14,10 +14,10 @@ import redis.asyncio
 from django.conf import settings
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
-from controlplane.limits.services import budget_set, rate_limit_set
 from controlplane.tenancy import epochs
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import ApiKey, Membership, ServiceAccount, Tenant, User
+from controlplane.usage.limits.services import budget_set, rate_limit_set
 from demo.ports import choose_ports
 from demo.servers import HOST, Redis
 from tests.controlplane.conftest import Party

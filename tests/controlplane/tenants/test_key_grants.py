@@ -12,12 +12,12 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from controlplane.errors import AuthenticationFailed
-from controlplane.limits.services import budget_set, limits_for, rate_limit_set
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth, key_grants, key_services
 from controlplane.tenants.key_rules import KeyRules, covers_addresses, covers_models
 from controlplane.tenants.models import ApiKey, Membership, Role, ServiceAccount
 from controlplane.tenants.permissions import Permission
+from controlplane.usage.limits.services import budget_set, limits_for, rate_limit_set
 from tests.controlplane.conftest import Party, as_user, assert_error, make_party
 from tests.controlplane.tenants.test_key_rules import KEYS, client_of, make
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controlplane.audit.models import AuditEvent
 from controlplane.errors import InvalidRequest
+from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.origins import MAX_ORIGINS, checked_origins
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error

@@ -11,7 +11,6 @@ from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import (
@@ -26,6 +25,7 @@ from controlplane.training import (
     size,
 )
 from controlplane.training.models import Schedule, TrainingRun
+from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS
 

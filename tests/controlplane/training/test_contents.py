@@ -8,10 +8,10 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import contents, services, tasks
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun
+from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
 

@@ -18,13 +18,13 @@ from controlplane.errors import InvalidRequest
 from controlplane.files import contents as file_contents
 from controlplane.files import services as files
 from controlplane.files.models import File, Purpose
-from controlplane.fine_tuning import services as fine_tuning
-from controlplane.fine_tuning.checkpoints import job_checkpoints
-from controlplane.fine_tuning.services import JobForm, auto_epochs
+from controlplane.gateway.fine_tuning import services as fine_tuning
 from controlplane.gateway.fine_tuning.answers import (
     FineTuningCheckpointSerializer,
     FineTuningJobSerializer,
 )
+from controlplane.gateway.fine_tuning.checkpoints import job_checkpoints
+from controlplane.gateway.fine_tuning.services import JobForm, auto_epochs
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth

@@ -23,7 +23,6 @@ from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.deletion import services as deletion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.training import (
     batch_child,
     endings,
@@ -40,6 +39,7 @@ from controlplane.training.attempt import Attempt
 from controlplane.training.models import Dataset, TrainingRun
 from controlplane.training.saved_states import KEPT
 from controlplane.training.trainer import NO_ROOM
+from controlplane.usage.limits import quotas
 from tests.controlplane.training.test_execution import (
     background,
     execute,

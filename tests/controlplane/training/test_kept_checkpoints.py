@@ -13,10 +13,10 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.files.models import File
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import execution, kept_adapters
 from controlplane.training.models import TrainingCheckpoint, TrainingEvent, TrainingRun
+from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
 from tests.controlplane.training.test_execution import execute, make_run

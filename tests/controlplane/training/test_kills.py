@@ -20,8 +20,8 @@ import redis
 from django.db import connection
 
 from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra import storage
-from controlplane.outbox.models import OutboxEvent
 from controlplane.training import execution, lost_runs, sending
 from controlplane.training.models import Dataset, TrainingRun
 from controlplane.usage.models import TrainingUsage

@@ -16,11 +16,11 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create
 from controlplane.infra.metrics import TRAINING_MESSAGES
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.services import tenant_create
 from controlplane.training import execution, lost_runs, picking, sending, services
 from controlplane.training.models import TrainingRun
+from controlplane.usage.limits import quotas
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.training.conftest import FAST, ROWS

@@ -18,7 +18,7 @@ from contract.training import chat_rows, chat_rows_process
 from controlplane.errors import InvalidRequest, RateLimited
 from controlplane.files import services as files
 from controlplane.files.models import Purpose
-from controlplane.fine_tuning.dataset_files import dataset_from_file
+from controlplane.gateway.fine_tuning.dataset_files import dataset_from_file
 from controlplane.infra import sealed_child, storage
 from controlplane.infra.sealed_child import Bounds, Ended
 from controlplane.training import contents, dataset_checks, row_check

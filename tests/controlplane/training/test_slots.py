@@ -15,8 +15,8 @@ from django.db import Error, connection
 
 from controlplane.adapters.models import Adapter
 from controlplane.errors import Conflict, InvalidRequest
+from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra.metrics import SCHEDULE_SLOTS
-from controlplane.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import history, schedule_rules, schedules, sending, services
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun

@@ -12,10 +12,10 @@ from controlplane.errors import ApiError, Conflict, NotFound, PayloadTooLarge
 from controlplane.files import services as files
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
-from controlplane.limits import quotas
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import contents, services, tasks, versions
 from controlplane.training.models import Dataset, DatasetContent, DatasetVersion, TrainingRun
+from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.training.conftest import ROWS

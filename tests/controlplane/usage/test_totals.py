@@ -13,8 +13,8 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 
 from contract.messages.protocol import DoneRecord
-from controlplane.limits.services import budget_period, budget_set, tokens_spent
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
+from controlplane.usage.limits.services import budget_period, budget_set, tokens_spent
 from controlplane.usage.models import UsageDay, UsageHour, UsageRecord
 from controlplane.usage.services import usage_settle
 from controlplane.usage.totals import usage_drift

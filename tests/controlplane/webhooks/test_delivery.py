@@ -15,9 +15,9 @@ from django.db import connection
 from django.utils import timezone
 from openai import OpenAI
 
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
+from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.infra.outbound_policy import OutboundPolicy
-from controlplane.outbox.models import EventType, OutboxEvent
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.webhooks import delivery, fan_out, services, tasks
 from controlplane.webhooks.models import EventMail, WebhookDelivery, WebhookEndpoint

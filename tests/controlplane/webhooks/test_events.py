@@ -13,14 +13,14 @@ from django.utils import timezone
 from controlplane.adapters import promotion, services
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.errors import Conflict
-from controlplane.limits import budget_events
-from controlplane.limits.models import Budget
-from controlplane.limits.services import budget_set
-from controlplane.outbox.models import EventType, OutboxEvent
-from controlplane.outbox.services import publish
+from controlplane.events.outbox.models import EventType, OutboxEvent
+from controlplane.events.outbox.services import publish
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training import endings
 from controlplane.training.models import Dataset, TrainingRun
+from controlplane.usage.limits import budget_events
+from controlplane.usage.limits.models import Budget
+from controlplane.usage.limits.services import budget_set
 from controlplane.usage.models import UsageDay
 from controlplane.webhooks import tasks
 from tests.controlplane.adapters import files

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from controlplane.outbox.models import EventType, OutboxEvent
+from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.webhooks import delivery, fan_out, mails

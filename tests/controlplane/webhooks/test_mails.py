@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
+from controlplane.events.outbox.models import CHOOSABLE, EventType, OutboxEvent
 from controlplane.infra.redis_client import redis_client
-from controlplane.outbox.models import CHOOSABLE, EventType, OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Membership, Role
 from controlplane.tenants.services import member_add

@@ -12,7 +12,7 @@ from cryptography.fernet import Fernet
 from django.db import connection
 from django.test import Client
 
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import outbound
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.key_rules import KeyRules

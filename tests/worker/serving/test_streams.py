@@ -20,7 +20,7 @@ from contract.messages.protocol import (
     TokenEvent,
 )
 from contract.queue import fair_queue
-from controlplane.limits.admit import ADMIT, CANCEL
+from controlplane.usage.limits.admit import ADMIT, CANCEL
 from demo.stack import EmbeddedStack
 from tests.messages import make_heartbeat, make_job
 from worker.serving.requests import MAX_ACTIVE

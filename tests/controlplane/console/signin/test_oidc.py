@@ -19,7 +19,7 @@ from allauth.socialaccount.models import SocialAccount
 from cryptography.hazmat.primitives.asymmetric import rsa
 from django.test import Client
 
-from controlplane.audit.models import AuditEvent
+from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import User
 from tests.controlplane.conftest import PASSWORD, Party

@@ -1,5 +1,0 @@
-from django.apps import AppConfig
-
-
-class AuditConfig(AppConfig):
-    name = "controlplane.audit"

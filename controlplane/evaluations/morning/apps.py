@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class MorningConfig(AppConfig):
+    name = "controlplane.evaluations.morning"

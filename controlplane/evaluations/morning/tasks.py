@@ -1,0 +1,13 @@
+"""Celery's task of the morning; queue `ops`."""
+
+from __future__ import annotations
+
+from celery import shared_task
+
+from controlplane.evaluations.morning import telling
+
+
+@shared_task(name="controlplane.evaluations.morning.tasks.mornings_tell", ignore_result=True)
+def mornings_tell() -> None:
+    """Publish events about the changes of schedules."""
+    telling.mornings_tell()

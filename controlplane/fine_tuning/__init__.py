@@ -1,1 +1,0 @@
-"""Training runs as OpenAI's fine-tuning jobs: over files, with a file of their metrics."""

@@ -1,5 +1,0 @@
-from django.apps import AppConfig
-
-
-class MorningConfig(AppConfig):
-    name = "controlplane.morning"

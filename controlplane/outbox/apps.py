@@ -1,5 +1,0 @@
-from django.apps import AppConfig
-
-
-class OutboxConfig(AppConfig):
-    name = "controlplane.outbox"
