@@ -79,6 +79,12 @@ class Hyperparameters:
     def rows_per_step(self) -> int:
         return self.batch_size * self.gradient_accumulation
 
+    def steps_per_epoch(self, num_rows: int) -> int:
+        return -(-num_rows // self.rows_per_step)
+
+    def num_steps(self, num_rows: int) -> int:
+        return self.max_steps or max(1, round(self.steps_per_epoch(num_rows) * self.epochs))
+
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:
         """Return the hyperparameters of a JSON object; what it leaves out takes its default."""

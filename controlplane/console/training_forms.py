@@ -109,7 +109,7 @@ class TrainForm(forms.Form):
     )
 
     def settings(self) -> list[forms.BoundField]:
-        """Return the fields that may stay empty: all but those of what is trained on what."""
+        """Return the fields that may stay empty: all but the adapter, its base and the dataset."""
         return [field for field in self if field.name not in ("adapter", "dataset", "base_model")]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -71,11 +71,8 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
     Raises JobError if it is longer than the job may be.
     """
     hyper = job.hyperparameters
-    tokens_per_epoch = data.examples.num_tokens
-    batches_per_epoch = -(-len(data.examples) // hyper.batch_size)
-    steps_per_epoch = -(-batches_per_epoch // hyper.gradient_accumulation)
-    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
-    tokens = round(tokens_per_epoch * steps / steps_per_epoch)
+    steps = hyper.num_steps(len(data.examples))
+    tokens = round(data.examples.num_tokens * steps / hyper.steps_per_epoch(len(data.examples)))
     for name, number, most in (
         ("steps", steps, job.most_steps),
         ("tokens", tokens, job.most_tokens),
