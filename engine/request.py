@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import enum
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple
 
 from contract.messages.protocol import FinishReason as FinishReason
+from contract.messages.sampling import BIAS, RANGES
+from contract.ranges import Range
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 
-MAX_LOGPROBS = 20
 MAX_ADAPTER_PARTS = 8
-MAX_SEQUENCES = 64
+_SEQUENCES = Range(1, 64, is_whole=True)
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
 
@@ -30,11 +30,9 @@ class Priority(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters; names and ranges are OpenAI's where it has them.
+    """Sampling parameters; `contract.messages.sampling` has the ranges, and what 0 and None mean.
 
-    max_tokens          None: to the end of the context; 0: only the prompt is computed
-    temperature         0: greedy
-    top_k               0: off; applied before top_p, top_p before min_p
+    top_k               applied before top_p, top_p before min_p
     seed                the same seed gives the same tokens whatever else is in the batch, unless
                         two tokens are as close as rounding (docs/scheduling.md, "Seeds")
     repetition_penalty  over prompt and generated tokens; the other two over generated tokens
@@ -62,35 +60,23 @@ class SamplingParams:
 
     def check(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that is out of range."""
-        _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, exclude_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_integer("top_k", self.top_k, 0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
-        _check_integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 0)
+        for name, allowed in RANGES.items():
+            _check(name, getattr(self, name), allowed)
         for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, name)
-            if number is not None:
-                _check_integer(name, number, 0, MAX_LOGPROBS)
-            if number is not None and number > vocab_size:
+            if (getattr(self, name) or 0) > vocab_size:
                 raise RequestError(
-                    f"{name} is {number}; the vocabulary has {vocab_size} tokens", param=name
+                    f"{name} must be at most {vocab_size}, the vocabulary's tokens", param=name
                 )
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError("logit_bias is not a mapping", param="logit_bias")
+        tokens = Range(0, vocab_size - 1, is_whole=True)
         for token_id, bias in self.logit_bias.items():
-            _check_token("logit_bias", token_id, vocab_size)
-            _check_number("logit_bias", bias, -100.0, 100.0)
+            _check("logit_bias", token_id, tokens, "a token of ")
+            _check("logit_bias", bias, BIAS, "a number of ")
         if not isinstance(self.stop_token_ids, tuple | list):
             raise RequestError("stop_token_ids is not a tuple of ids", param="stop_token_ids")
         for token_id in self.stop_token_ids:
-            _check_token("stop_token_ids", token_id, vocab_size)
+            _check("stop_token_ids", token_id, tokens, "a token of ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +121,7 @@ class Request:
         """Raise InvalidPrompt or RequestError naming the first field that is wrong."""
         self._check_prompt(vocab_size)
         self.sampling.check(vocab_size)
-        _check_integer("n", self.n, 1, MAX_SEQUENCES)
+        _check("n", self.n, _SEQUENCES)
         if not isinstance(self.tenant_id, str):
             raise RequestError(f"tenant_id is {self.tenant_id!r}, not text", param="tenant_id")
         if not isinstance(self.speculation, bool):
@@ -289,29 +275,6 @@ def is_finite(value: Any) -> bool:
     return is_number and bool(-_MAX_FP32 <= value <= _MAX_FP32)  # false for NaN
 
 
-def _check_number(
-    name: str, value: Any, low: float, high: float, *, exclude_low: bool = False
-) -> None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"{name} is far too large a number", param=name)
-    is_number = isinstance(value, Real)
-    if is_number and low <= value <= high and not (exclude_low and value == low):
-        return
-    raise RequestError(f"{name} must be from {low} to {high}, not {value!r}", param=name)
-
-
-def _check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    if not _is_integer(value):
-        raise RequestError(f"{name} must be an integer, not {value!r}", param=name)
-    _check_number(name, value, low, high)
-
-
-def _check_token(name: str, token_id: Any, vocab_size: int) -> None:
-    if not _is_integer(token_id) or not 0 <= token_id < vocab_size:
-        raise RequestError(
-            f"{name} has token id {token_id!r}; the vocabulary has {vocab_size}", param=name
-        )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _check(name: str, value: Any, allowed: Range, part_of: str = "") -> None:
+    if not allowed.has(value):
+        raise RequestError(f"{part_of}{name} must be {allowed}", param=name)

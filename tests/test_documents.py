@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("cli/*.md")]
 _LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)
-_PATH = re.compile(r"`((?:controlplane|contract|engine|worker|kernels|tests|bench)/[\w/.]+\.\w+)`")
+_PATH = re.compile(r"`((?:controlplane|contract|engine|worker|kernels|tests|bench|docs)/[\w/.]+)`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -29,7 +29,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{name} has no heading #{anchor}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md", "docs/glossary.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/architecture.md", "docs/changing.md", "docs/glossary.md"]
+)
 def test_the_files_that_a_newcomer_is_sent_to_are_there(name: str) -> None:
     paths = _PATH.findall((ROOT / name).read_text())
     assert len(paths) > 3

@@ -44,6 +44,7 @@ from typing import Any, Self
 from contract.messages.message import AdapterRef as AdapterRef
 from contract.messages.message import Message as Message
 from contract.messages.message import fields_of
+from contract.messages.sampling import Sampling as Sampling
 from contract.messages.worker_messages import PROTOCOL_VERSION as PROTOCOL_VERSION
 from contract.messages.worker_messages import Control as Control
 from contract.messages.worker_messages import ControlMessage as ControlMessage
@@ -144,28 +145,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling(Message):
-    """Sampling parameters of a request, with OpenAI's names and ranges."""
-
-    max_tokens: int | None = None  # None: to the end of the context
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0  # the answer cannot end before this number of tokens
-    logit_bias: dict[str, float] = dataclasses.field(default_factory=dict)  # token id -> bias
-    logprobs: int | None = None  # None: off; k: the chosen token's and the k best tokens'
-    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
-    ignore_eos: bool = False
-    speculation: bool = True  # False: the worker must not draft tokens for it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

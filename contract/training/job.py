@@ -7,34 +7,17 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from contract.adapters.draft_heads import MAX_HEADS
+from contract.adapters.peft_config import MAX_RANK
+from contract.ranges import Range, ranges_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_TARGETS = 16
 #: Beside a kept adapter's two files: its step and losses, as JSON.
 METRICS_FILE = "metrics.json"
-#: Name -> (whole numbers only, least, most).
-BOUNDS: dict[str, tuple[bool, float, float]] = {
-    "rank": (True, 1, 256),
-    "alpha": (False, 0.001, 4096),
-    "epochs": (False, 0.001, 100),
-    "max_steps": (True, 1, 1_000_000),
-    "batch_size": (True, 1, 256),
-    "learning_rate": (False, 1e-7, 1),
-    "warmup_steps": (True, 0, 10_000),
-    "max_length": (True, 8, 32_768),
-    "seed": (True, 0, 2**31 - 1),
-    "validation_share": (False, 0, 0.5),
-    "eval_steps": (True, 1, 1_000_000),
-    "patience": (True, 1, 1000),
-    "checkpoints": (True, 0, 10),
-    "gradient_accumulation": (True, 1, 256),
-    "draft_heads": (True, 0, MAX_HEADS),
-}
-_MAY_BE_NONE = ("max_steps", "eval_steps", "patience")
-_YES_OR_NO = ("truncate", "packing", "gradient_checkpointing")
+_AT_LEAST_ONE = Range(1, 2**63 - 1)
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 
 
@@ -51,8 +34,8 @@ class JobError(ValueError):
 class Hyperparameters:
     """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Annotated[int, Range(1, MAX_RANK)] = 16
+    alpha: Annotated[float, Range(0.001, 4096)] = 32.0
     #: Names of linear layers inside the decoder layers.
     target_modules: tuple[str, ...] = (
         "q_proj",
@@ -63,35 +46,44 @@ class Hyperparameters:
         "up_proj",
         "down_proj",
     )
-    epochs: float = 1.0
-    max_steps: int | None = None  # ends training early, or repeats the data to get there
-    batch_size: int = 8
-    learning_rate: float = 1e-3
-    warmup_steps: int = 5
-    max_length: int = 512  # tokens of a row; a longer one is an error unless `truncate`
+    epochs: Annotated[float, Range(0.001, 100)] = 1.0
+    # ends training early, or repeats the data to get there
+    max_steps: Annotated[int | None, Range(1, 1_000_000)] = None
+    batch_size: Annotated[int, Range(1, 256)] = 8
+    learning_rate: Annotated[float, Range(1e-7, 1)] = 1e-3
+    warmup_steps: Annotated[int, Range(0, 10_000)] = 5
+    # tokens of a row; a longer one is an error unless `truncate`
+    max_length: Annotated[int, Range(8, 32_768)] = 512
     truncate: bool = False  # cut longer rows
-    seed: int = 0
-    validation_share: float = 0.0  # share of the prompts to validate with
-    eval_steps: int | None = None  # between two validations; None: ten in all
-    patience: int | None = None  # validations without a better loss, after which training ends
-    checkpoints: int = 0  # adapters on the way that are kept, evenly over the steps
-    packing: bool = False  # accepted without effect: rows are never padded
-    gradient_accumulation: int = 1  # batches of a step
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0
+    validation_share: Annotated[float, Range(0, 0.5)] = 0.0  # share of the prompts
+    # between two validations; None: ten in all
+    eval_steps: Annotated[int | None, Range(1, 1_000_000)] = None
+    # validations without a better loss, after which training ends
+    patience: Annotated[int | None, Range(1, 1000)] = None
+    checkpoints: Annotated[int, Range(0, 10)] = 0  # adapters kept on the way, at even distances
+    gradient_accumulation: Annotated[int, Range(1, 256)] = 1  # batches of a step
     gradient_checkpointing: bool = False  # on a CPU: a GPU's memory decides what is kept
-    draft_heads: int = 0  # trained after the LoRA, to guess the tokens behind the next one
+    # trained after the LoRA, to guess the tokens behind the next one
+    draft_heads: Annotated[int, Range(0, MAX_HEADS)] = 0
 
     def __post_init__(self) -> None:
-        for name in BOUNDS:
-            value = getattr(self, name)
-            if name not in _MAY_BE_NONE or value is not None:
-                _check_number(name, value)
-        for name in _YES_OR_NO:
-            if type(getattr(self, name)) is not bool:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in RANGES and not RANGES[name].has(value):
+                raise JobError(f"hyperparameters.{name}", f"must be {RANGES[name]}")
+            if field.type == "bool" and type(value) is not bool:
                 raise JobError(f"hyperparameters.{name}", "must be true or false")
 
     @property
     def rows_per_step(self) -> int:
         return self.batch_size * self.gradient_accumulation
+
+    def steps_per_epoch(self, num_rows: int) -> int:
+        return -(-num_rows // self.rows_per_step)
+
+    def num_steps(self, num_rows: int) -> int:
+        return self.max_steps or max(1, round(self.steps_per_epoch(num_rows) * self.epochs))
 
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:
@@ -110,14 +102,7 @@ class Hyperparameters:
         return cls(**{**fields, "target_modules": targets})
 
 
-def _check_number(name: str, value: Any) -> None:
-    is_whole, least, most = BOUNDS[name]
-    types: tuple[type, ...] = (int,) if is_whole else (int, float)
-    # Written so that NaN, which compares with nothing, is refused.
-    if type(value) not in types or not least <= value <= most:
-        kind = "a whole number" if is_whole else "a number"
-        problem = f"must be {kind} from {least:g} to {most:g}"
-        raise JobError(f"hyperparameters.{name}", problem)
+RANGES = ranges_of(Hyperparameters)
 
 
 def _check_targets(value: Any) -> None:
@@ -129,24 +114,6 @@ def _check_targets(value: Any) -> None:
             raise JobError(f"{field}.{index}", "must be the name of a linear layer")
 
 
-def _check_fields(fields: dict[str, Any]) -> None:
-    """Check the form of a job's fields, but for its hyperparameters. Raises JobError."""
-    for name in ("base_model_dir", "dataset", "output_dir"):
-        if not isinstance(fields.get(name), str) or not fields[name]:
-            raise JobError(name, "must be a path")
-    for name in ("num_threads", "most_steps", "most_tokens"):
-        number = fields.get(name)
-        if number is not None and (type(number) is not int or number < 1):
-            raise JobError(name, "must be a positive number")
-    gpu_share = fields.get("gpu_share")
-    if gpu_share is not None and not (type(gpu_share) is float and 0.0 < gpu_share <= 1.0):
-        raise JobError("gpu_share", "must be a number above 0, at most 1")
-    for name in ("validation_dataset", "warm_start", "kept_dir", "judge_dir"):
-        path = fields.get(name)
-        if path is not None and (not isinstance(path, str) or not path):
-            raise JobError(name, "must be a path")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
     """The model to train, its data and its output folder: the content of JOB.json."""
@@ -154,15 +121,15 @@ class TrainJob:
     base_model_dir: Path
     dataset: Path
     output_dir: Path
-    hyperparameters: Hyperparameters
-    num_threads: int | None = None
+    hyperparameters: Hyperparameters = Hyperparameters()
+    num_threads: Annotated[int | None, _AT_LEAST_ONE] = None
     #: What the adapter says it is for; empty: what the folder says.
     base_model: str = ""
     #: The most of the GPU's memory that it may take, from 0 to 1; None: all there is.
-    gpu_share: float | None = None
+    gpu_share: Annotated[float | None, Range(0, 1, is_open=True)] = None
     #: The most steps that it may make, and tokens that it may read.
-    most_steps: int | None = None
-    most_tokens: int | None = None
+    most_steps: Annotated[int | None, _AT_LEAST_ONE] = None
+    most_tokens: Annotated[int | None, _AT_LEAST_ONE] = None
     #: Rows to validate with; None: a share of the dataset's, chosen with the salt, or none.
     validation_dataset: Path | None = None
     salt: str = ""
@@ -194,34 +161,36 @@ class TrainJob:
             raise JobError("the job file", f"cannot be read: {error}") from error
         if not isinstance(fields, dict):
             raise JobError("the job", "must be an object")
-        _check_fields(fields)
-        validation, warm_start = fields.get("validation_dataset"), fields.get("warm_start")
-        kept_dir, judge_dir = fields.get("kept_dir"), fields.get("judge_dir")
         job = cls(
-            base_model_dir=Path(fields["base_model_dir"]),
-            dataset=Path(fields["dataset"]),
-            output_dir=Path(fields["output_dir"]),
-            hyperparameters=Hyperparameters.from_dict(fields.get("hyperparameters", {})),
-            num_threads=fields.get("num_threads"),
-            base_model=str(fields.get("base_model") or ""),
-            gpu_share=fields.get("gpu_share"),
-            most_steps=fields.get("most_steps"),
-            most_tokens=fields.get("most_tokens"),
-            validation_dataset=Path(validation) if validation else None,
-            salt=str(fields.get("salt") or ""),
-            warm_start=Path(warm_start) if warm_start else None,
-            kept_dir=Path(kept_dir) if kept_dir else None,
-            judge_dir=Path(judge_dir) if judge_dir else None,
+            **{
+                field.name: _read_field(field, fields.get(field.name))
+                for field in dataclasses.fields(cls)
+                if fields.get(field.name) is not None or field.default is dataclasses.MISSING
+            }
         )
         if not (job.base_model_dir / "config.json").is_file():
             raise JobError("base_model_dir", "there is no model there")
-        for name, read in (
-            ("dataset", job.dataset),
-            ("validation_dataset", job.validation_dataset),
-            ("warm_start", job.warm_start),
-        ):
-            if read is not None and not read.is_file():
+        for name in ("dataset", "validation_dataset", "warm_start"):
+            path = getattr(job, name)
+            if path is not None and not path.is_file():
                 raise JobError(name, "there is no such file")
         if job.output_dir.exists():
             raise JobError("output_dir", "it exists already")
         return job
+
+
+_JOB_RANGES = ranges_of(TrainJob)
+
+
+def _read_field(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the value of a job's field, from JSON. Raises JobError."""
+    if field.type == "Hyperparameters":
+        return Hyperparameters.from_dict(value)
+    if field.name in _JOB_RANGES:
+        if not _JOB_RANGES[field.name].has(value):
+            raise JobError(field.name, f"must be {_JOB_RANGES[field.name]}")
+        return value
+    is_path = field.type != "str"
+    if not isinstance(value, str) or (is_path and not value):
+        raise JobError(field.name, "must be a path" if is_path else "must be text")
+    return Path(value) if is_path else value

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from contract.messages.sampling import ANSWER_TOKENS, MAX_STOP_CHARS, MAX_STOPS, RANGES
 from controlplane.errors import InvalidRequest
 
 PARAM = "sampling"
-MAX_STOPS, MAX_STOP_CHARS = 4, 500
-INT64 = 2**63 - 1
-
-
-class _Range(NamedTuple):
-    least: float
-    most: float
-    is_whole: bool = False
-    is_open: bool = False  # the lower bound is excluded
-
-
-RANGES = {
-    "temperature": _Range(0, 2),
-    "top_p": _Range(0, 1),
-    "top_k": _Range(-1, 1_000_000, is_whole=True),
-    "min_p": _Range(0, 1),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0, 10, is_open=True),
-    "max_tokens": _Range(1, 10_000_000, is_whole=True),
-    "seed": _Range(-INT64 - 1, INT64, is_whole=True),
+_RANGES = {
+    name: allowed
+    for name, allowed in (RANGES | {"max_tokens": ANSWER_TOKENS}).items()
+    if name not in ("min_tokens", "logprobs", "prompt_logprobs")
 }
-FIELDS = (*RANGES, "stop")
+FIELDS = (*_RANGES, "stop")
 
 
 def checked_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,24 +32,9 @@ def checked_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         if name == "stop":
             found[name] = _stops(value)
-        elif not _is_in(RANGES[name], value):
-            raise InvalidRequest(_problem(name), param=f"{PARAM}.{name}")
+        elif not _RANGES[name].has(value):
+            raise InvalidRequest(f"{name} is {_RANGES[name]}.", param=f"{PARAM}.{name}")
     return found
-
-
-def _is_in(allowed: _Range, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int if allowed.is_whole else (int, float)):
-        return False
-    return allowed.least <= value <= allowed.most and not (
-        allowed.is_open and value == allowed.least
-    )
-
-
-def _problem(name: str) -> str:
-    allowed = RANGES[name]
-    kind = "whole number" if allowed.is_whole else "number"
-    least = f"over {allowed.least:g}" if allowed.is_open else f"from {allowed.least:g}"
-    return f"{name} is a {kind} {least} to {allowed.most:g}."
 
 
 def _stops(value: Any) -> list[str]:

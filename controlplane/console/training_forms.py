@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from django import forms
 
-from contract.training.job import BOUNDS
+from contract.training.job import RANGES, Hyperparameters
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.errors import InvalidRequest
@@ -39,9 +40,9 @@ class DatasetForm(forms.Form):
 
 def _number(name: str, label: str | None = None, help_text: str = "") -> forms.IntegerField:
     """Return the field of a hyperparameter, with the bounds that the trainer has for it."""
-    is_whole, least, most = BOUNDS[name]
-    kind = forms.IntegerField if is_whole else forms.FloatField
-    bounds: dict[str, Any] = {"min_value": least, "max_value": most}
+    allowed = RANGES[name]
+    kind = forms.IntegerField if allowed.is_whole else forms.FloatField
+    bounds: dict[str, Any] = {"min_value": allowed.least, "max_value": allowed.most}
     return kind(label=label, required=False, help_text=help_text, **bounds)
 
 
@@ -83,11 +84,6 @@ class TrainForm(forms.Form):
     draft_heads = _number(
         "draft_heads", "Draft heads", "Guess tokens ahead, for faster answers. Empty: none."
     )
-    packing = forms.BooleanField(
-        label="Pack short rows",
-        required=False,
-        help_text="Not needed: rows are never padded, so short ones cost only their tokens.",
-    )
     gradient_checkpointing = forms.BooleanField(
         label="Recompute activations",
         required=False,
@@ -112,13 +108,9 @@ class TrainForm(forms.Form):
         "Number of validations without a better loss. The best state is kept.",
     )
 
-    #: Fields that are the run's hyperparameters.
-    SETTINGS = (
-        "epochs", "rank", "learning_rate", "max_length",
-        "validation_share", "eval_steps", "patience",
-        "batch_size", "gradient_accumulation", "checkpoints", "draft_heads",
-        "packing", "gradient_checkpointing",
-    )  # fmt: skip
+    def settings(self) -> list[forms.BoundField]:
+        """Return the fields that may stay empty: all but the adapter, its base and the dataset."""
+        return [field for field in self if field.name not in ("adapter", "dataset", "base_model")]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,7 +132,8 @@ class TrainForm(forms.Form):
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return those that were filled in; the form must be valid."""
-        filled = ((name, self.cleaned_data[name]) for name in self.SETTINGS)
+        names = (field.name for field in dataclasses.fields(Hyperparameters))
+        filled = ((name, self.cleaned_data.get(name)) for name in names)
         return {name: value for name, value in filled if value not in (None, False)}
 
 

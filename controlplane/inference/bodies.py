@@ -14,6 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from contract.ranges import Range
+
 #: Number of fields in one object; more than any body has.
 MAX_FIELDS = 100
 #: For lists of unbounded length: stop at the first fault. Otherwise pydantic keeps an error, of a
@@ -72,6 +74,12 @@ def refused(advice: str, *, also_empty: bool = False) -> AfterValidator:
 def unsupported(advice: str, what: str = "is not supported") -> PydanticCustomError:
     """Return the error for a value that the platform cannot serve: what it is, what to do."""
     return PydanticCustomError("unsupported", "{what}: {advice}", {"what": what, "advice": advice})
+
+
+def within(allowed: Range) -> Any:
+    """Return the bounds of a field whose numbers are in a range."""
+    least: dict[str, Any] = {"gt" if allowed.is_open else "ge": allowed.least}
+    return Field(le=allowed.most, **least)
 
 
 def at_most(number: int) -> BeforeValidator:

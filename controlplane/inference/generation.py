@@ -23,8 +23,6 @@ from controlplane.inference.tools import NO_PARAMETERS, FunctionTool
 COMPLETION_MAX_TOKENS = 16
 #: Seconds until a request is given up; OpenAI's clients wait as long.
 DEADLINE_S = 600.0
-#: top_p 0 is OpenAI's way to say "the likeliest token".
-MIN_TOP_P = 1e-6
 _SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 
 
@@ -120,10 +118,7 @@ def completion_job(body: CompletionBody, call: Call) -> GenerateJob:
 def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
     """Return the body's sampling; fields that it leaves out have their defaults."""
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    given |= {"stop": tuple(body.stop or ()), "top_k": max(0, body.top_k or 0)}
-    if body.top_p is not None:
-        given["top_p"] = max(body.top_p, MIN_TOP_P)
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs, "stop": tuple(body.stop or ())}
     return Sampling(**given)
 
 

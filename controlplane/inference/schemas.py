@@ -17,8 +17,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from contract.messages.sampling import ANSWER_TOKENS, BIAS, MAX_STOP_CHARS, MAX_STOPS, RANGES
 from contract.messages.tool_calls import CalledFunctions
-from controlplane.inference.bodies import Body, FirstFault, Label, at_most, refused, without_nul
+from controlplane.inference.bodies import (
+    Body,
+    FirstFault,
+    Label,
+    at_most,
+    refused,
+    within,
+    without_nul,
+)
 from controlplane.inference.constraints import Constrained
 from controlplane.inference.messages import Message
 from controlplane.inference.model_selector import ModelSelector, sticky_of
@@ -33,18 +42,15 @@ from controlplane.inference.tools import (
 )
 
 MAX_MESSAGES = 2048
-MAX_STOPS = 4
 #: Number of choices that `n` may ask for.
 MAX_CHOICES = 16
 #: Number of prompts in one request to /v1/completions; also of answers to all of them.
 MAX_PROMPTS = 64
-MAX_STOP_CHARS = 500
 MAX_LOGIT_BIASES = 1024
 MAX_MODEL_CHARS = 200
 #: Number of adapters in one blend; the engine has the same bound.
 MAX_ADAPTERS = 8
 MAX_WEIGHT = 100.0
-INT64 = 2**63 - 1
 
 
 def _stops(value: str | list[str] | None) -> list[str] | None:
@@ -65,19 +71,16 @@ Stops = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
     AfterValidator(_stops),
 ]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, within(BIAS)]
 Biases = Annotated[
     Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None,
     at_most(MAX_LOGIT_BIASES),
     AfterValidator(_token_biases),
 ]
-Temperature = Annotated[float | None, Field(ge=0, le=2)]
-Share = Annotated[float | None, Field(ge=0, le=1)]
-Penalty = Annotated[float | None, Field(ge=-2, le=2)]
-MaxTokens = Annotated[int | None, Field(ge=1, le=10_000_000)]
-#: Off where it is -1, as vLLM and SGLang write it, or 0.
-TopK = Annotated[int | None, Field(ge=-1, le=1_000_000)]
-Seed = Annotated[int | None, Field(ge=-INT64 - 1, le=INT64)]
+MaxTokens = Annotated[int | None, within(ANSWER_TOKENS)]
+Temperature = Annotated[float | None, within(RANGES["temperature"])]
+RepetitionPenalty = Annotated[float | None, within(RANGES["repetition_penalty"])]
+TopLogprobs = Annotated[int | None, within(RANGES["logprobs"])]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 #: "" is the base model.
 NamedModel = Annotated[str | None, Field(max_length=MAX_MODEL_CHARS)]
@@ -136,13 +139,28 @@ Adapters = Annotated[
 ]
 
 
-Speculates = Annotated[
-    bool | None,
-    Field(description="false: draft no tokens of the answer, which is the same either way."),
-]
+class SamplingBody(Body):
+    """The sampling parameters that chats, plain completions and responses have in common."""
+
+    temperature: Temperature = None
+    top_p: Annotated[float | None, within(RANGES["top_p"])] = None
+    stop: Stops = None
+    seed: Annotated[int | None, within(RANGES["seed"])] = None
+    presence_penalty: Annotated[float | None, within(RANGES["presence_penalty"])] = None
+    frequency_penalty: Annotated[float | None, within(RANGES["frequency_penalty"])] = None
+    # Beyond OpenAI's, under the names that other servers of open models use.
+    top_k: Annotated[int | None, within(RANGES["top_k"])] = None
+    min_p: Annotated[float | None, within(RANGES["min_p"])] = None
+    repetition_penalty: RepetitionPenalty = None
+    min_tokens: Annotated[int | None, within(RANGES["min_tokens"])] = None
+    ignore_eos: bool | None = None
+    speculation: Annotated[
+        bool | None,
+        Field(description="false: draft no tokens of the answer, which is the same either way."),
+    ] = None
 
 
-class GenerationBody(Constrained):
+class GenerationBody(SamplingBody, Constrained):
     """The fields that chat and plain completions have in common."""
 
     #: The address that takes it.
@@ -150,27 +168,14 @@ class GenerationBody(Constrained):
 
     model: NamedModel = None
     adapters: Adapters = None
-    temperature: Temperature = None
-    top_p: Share = None
     n: Number = None
     max_tokens: MaxTokens = None
-    stop: Stops = None
-    seed: Seed = None
-    presence_penalty: Penalty = None
-    frequency_penalty: Penalty = None
     logit_bias: Biases = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label = None
     store: bool | None = None
-    # Beyond OpenAI's, under the names that other servers of open models use.
-    top_k: TopK = None
-    min_p: Share = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
-    min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    ignore_eos: bool | None = None
-    speculation: Speculates = None
+    prompt_logprobs: Annotated[int | None, within(RANGES["prompt_logprobs"])] = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
@@ -277,7 +282,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    top_logprobs: TopLogprobs = None
     chat_template_kwargs: TemplateOptions = None
     modalities: Annotated[list[Literal["text"]], FirstFault] | None = None
     metadata: Metadata = None
@@ -353,7 +358,7 @@ class CompletionBody(GenerationBody):
     prompt: (
         str | Annotated[list[str], FirstFault] | TokenIds | Annotated[list[TokenIds], FirstFault]
     )
-    max_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
+    max_tokens: Annotated[int | None, within(RANGES["max_tokens"])] = None
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     best_of: Number = None
     echo: bool | None = None

@@ -29,7 +29,7 @@ from controlplane.management.limits import (
 from controlplane.management.people import TenantSerializer
 from controlplane.operator import pool, provisioning
 from controlplane.operator.access import OperatorAPIView as OperatorAPIView
-from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_key_views.scopes import Scope
 from controlplane.operator.tenant_document import ProvisionedSerializer, TenantDocumentSerializer
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter

@@ -22,8 +22,8 @@ from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
 from controlplane.events.audit.services import record_named, recorded_at_end
 from controlplane.infra.locks import lock_until_commit
 from controlplane.operator.principal import OperatorPrincipal
-from controlplane.operator.service_keys.auth import Operator
-from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_key_views.auth import Operator
+from controlplane.operator.service_key_views.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import key_grants, key_services, people, services
 from controlplane.tenants.invite_mail import invite_send, invite_url

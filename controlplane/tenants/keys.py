@@ -2,7 +2,7 @@
 
     lk_<live|test|ops>_<22 base62: public id><43 base62: secret><6 base62: CRC32 of all before it>
 
-An `ops` key is an operator's service key (`controlplane.operator.service_keys`); the others are tenants'.
+An `ops` key is an operator's service key (`operator.service_keys`); the others are tenants.
 
 The secret has 256 random bits from the operating system and cannot be guessed, so a plain HMAC is
 enough to store it. With the checksum the server refuses a typing error before any lookup, and a

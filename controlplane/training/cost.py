@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from contract.training.job import Hyperparameters
 from controlplane.training import reports, size
 from controlplane.training.models import Dataset
 
@@ -35,21 +36,19 @@ def run_cost(dataset: Dataset, hyperparameters: dict[str, Any], base_model: str)
     """
     size.check_rows(dataset.num_rows)
     size.check(hyperparameters, dataset.num_rows)
-    share = hyperparameters.get("validation_share") or 0
-    rows = dataset.num_rows - round(dataset.num_rows * share)
-    steps = size.num_steps(hyperparameters, rows)
-    most = size.most_tokens(hyperparameters, rows)
+    hyper = Hyperparameters.from_dict(hyperparameters)
+    rows = dataset.num_rows - round(dataset.num_rows * hyper.validation_share)
+    steps, most = hyper.num_steps(rows), size.most_tokens(hyper, rows)
     counts = reports.report_of(dataset)["bases"].get(base_model)
     tokens = seconds = None
     if counts is not None:
-        a_pass = size.num_steps(hyperparameters | {"epochs": 1, "max_steps": None}, rows)
         of_rows = counts["tokens"] * rows / dataset.num_rows
-        tokens = min(most, round(of_rows * steps / a_pass))
+        tokens = min(most, round(of_rows * steps / hyper.steps_per_epoch(rows)))
         if counts["tokens_per_s"]:
             seconds = tokens / counts["tokens_per_s"]
     return Cost(
         rows=rows,
-        is_rounded=bool(share),
+        is_rounded=bool(hyper.validation_share),
         steps=steps,
         most_tokens=most,
         tokens=tokens,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.messages.sampling import MAX_LOGPROBS
 from engine.errors import UnsupportedModel
 from engine.execution.batch import Batch
 from engine.execution.decode_graphs import BUCKETS, DecodeGraphs
@@ -27,7 +28,6 @@ from engine.execution.prompt_scores import Scores
 from engine.execution.uploads import upload
 from engine.model.config import ModelConfig
 from engine.model.weights import LINEARS, LayerWeights, Weights
-from engine.request import MAX_LOGPROBS
 from engine.sampling.sampler import Draw, Drawn, Sampled
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace

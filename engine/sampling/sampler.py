@@ -22,6 +22,8 @@ from engine.sequence import Sequence
 
 # A temperature below this means greedy; dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-4
+#: Share of the likeliest token where `top_p` is 0.
+_MIN_TOP_P = 1e-6
 # Number of most likely tokens that top-p looks at; only if they hold too little probability is the
 # whole vocabulary sorted.
 _NUM_CANDIDATES = 512
@@ -292,13 +294,16 @@ class _Parameters:
 
     def __init__(self, params: SequenceOf[SamplingParams], vocab_size: int, device: Any) -> None:
         self.temperature = _upload([p.temperature for p in params], device).float()
-        self.cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
+        self.cut = [
+            i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
+        ]
         self.whole = sorted({*range(len(params))}.difference(self.cut))
         own = [params[i] for i in self.cut]
         self.cut_rows = _upload(self.cut, device).long().squeeze(1)
         self.whole_rows = _upload(self.whole, device).long().squeeze(1)
-        self.top_k = _upload([min(p.top_k or vocab_size, vocab_size) for p in own], device)
-        self.top_p = _upload([p.top_p for p in own], device)
+        most = (p.top_k if p.top_k > 0 else vocab_size for p in own)
+        self.top_k = _upload([min(number, vocab_size) for number in most], device)
+        self.top_p = _upload([max(p.top_p, _MIN_TOP_P) for p in own], device)
         self.min_p = _upload([p.min_p for p in own], device)
 
 

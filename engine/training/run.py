@@ -7,11 +7,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
+from contract.adapters.peft_config import UPLOAD_LIMITS
+from contract.ranges import Range, ranges_of
+from contract.training.job import RANGES
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 
@@ -20,7 +23,7 @@ LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-MAX_RANK = 256
+_BELOW_ONE = math.nextafter(1.0, 0.0)
 
 Schedule = Literal["cosine", "linear", "constant"]
 Order = Literal["group_by_length", "shuffled", "given"]
@@ -29,6 +32,8 @@ Order = Literal["group_by_length", "shuffled", "given"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """The settings of one adapter's training, with the names and meanings of PEFT and its Trainer.
+
+    Those that are hyperparameters of `contract.training.job` have the ranges from there.
 
     steps                  optimiser steps in all
     batch_size             rows of a batch; `gradient_accumulation` batches make one step, whose
@@ -42,21 +47,22 @@ class RunSettings:
     """
 
     rank: int = 16
-    alpha: float = 32.0
+    # wider than the hyperparameter's: an uploaded adapter that is judged has its own
+    alpha: Annotated[float, Range(1e-6, UPLOAD_LIMITS.max_alpha)] = 32.0
     use_rslora: bool = False
     target_modules: tuple[str, ...] = LINEARS
-    steps: int = 1
+    steps: Annotated[int, Range(1, 10_000_000)] = 1
     batch_size: int = 8
     gradient_accumulation: int = 1
     learning_rate: float = 1e-3
     schedule: Schedule = "cosine"
     warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
-    dropout: float = 0.0
+    weight_decay: Annotated[float, Range(0, 1e6)] = 0.0
+    beta1: Annotated[float, Range(0, _BELOW_ONE)] = 0.9
+    beta2: Annotated[float, Range(0, _BELOW_ONE)] = 0.999
+    epsilon: Annotated[float, Range(0, 1)] = 1e-8
+    max_grad_norm: Annotated[float, Range(0, 1e30)] = 1.0
+    dropout: Annotated[float, Range(0, _BELOW_ONE)] = 0.0
     order: Order = "group_by_length"
     seed: int = 0
     use_dora: bool = False
@@ -78,12 +84,9 @@ class RunSettings:
 
     def check(self) -> None:
         """Raise RunRefused naming the first value that is out of its range."""
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            # Written so that NaN, which compares with nothing, is refused.
-            if not least <= value <= most:
-                problem = f"{name} is {value!r}, not a number from {least:g} to {most:g}"
-                raise RunRefused(problem, param=name)
+        for name, allowed in _RANGES.items():
+            if not allowed.has(getattr(self, name)):
+                raise RunRefused(f"{name} must be {allowed}", param=name)
         for name, known in (("schedule", _SCHEDULES), ("order", _ORDERS)):
             if getattr(self, name) not in known:
                 raise RunRefused(f"{name} is not one of {', '.join(known)}", param=name)
@@ -92,23 +95,8 @@ class RunSettings:
 
 
 _SCHEDULES, _ORDERS = ("cosine", "linear", "constant"), ("group_by_length", "shuffled", "given")
-_BELOW_ONE = math.nextafter(1.0, 0.0)
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "rank": (1, MAX_RANK),
-    "alpha": (1e-6, 1e6),
-    "steps": (1, 10_000_000),
-    "batch_size": (1, 65_536),
-    "gradient_accumulation": (1, 65_536),
-    "learning_rate": (0, 1e6),
-    "warmup_steps": (0, 10_000_000),
-    "weight_decay": (0, 1e6),
-    "beta1": (0, _BELOW_ONE),
-    "beta2": (0, _BELOW_ONE),
-    "epsilon": (0, 1),
-    "max_grad_norm": (0, 1e30),
-    "dropout": (0, _BELOW_ONE),
-    "seed": (0, 2**63 - 1),
-}
+_RANGES = {name: RANGES[name] for name in RANGES if hasattr(RunSettings, name)}
+_RANGES |= ranges_of(RunSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.training.job import BOUNDS, Hyperparameters, JobError, TrainJob
+from contract.training.job import RANGES, Hyperparameters, JobError, TrainJob
+from tests.range_ends import inside, outside
 
 
-def test_each_number_has_its_bounds() -> None:
+def test_each_number_has_its_range() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    others = {"truncate", "packing", "gradient_checkpointing"}
-    assert fields == {*BOUNDS, "target_modules", *others}
+    assert fields == {*RANGES, "target_modules", "truncate", "gradient_checkpointing"}
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
-    is_whole, least, most = BOUNDS[name]
-    for value in (least, most):
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_within_their_ranges_are_taken_and_no_others(name: str) -> None:
+    allowed = RANGES[name]
+    for value in inside(allowed):
         assert getattr(Hyperparameters.from_dict({name: value}), name) == value
-    step = 1 if is_whole else (least or 1) / 1000
-    wrong: list[Any] = [least - step, most + 1, "1", True, float("nan"), []]
-    wrong += [least + 0.5] if is_whole else []
+    wrong: list[Any] = [*outside(allowed), "1", True, float("nan"), []]
+    wrong += [allowed.least + 0.5] if allowed.is_whole else []
     may_be_none = name in ("max_steps", "eval_steps", "patience")  # as if it were left out
     wrong += [] if may_be_none else [None]
     for value in wrong:
@@ -41,7 +41,7 @@ def test_numbers_within_their_bounds_are_taken_and_no_others(name: str) -> None:
         ("target_modules", []),
         ("dropout", 0.1),
         ("truncate", 1),
-        ("packing", "yes"),
+        ("packing", True),
         ("gradient_checkpointing", 1),
         ("quantization", "4bit"),
     ],
@@ -73,3 +73,26 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         with pytest.raises(JobError, match="there is no such file") as caught:
             TrainJob.read(tmp_path / "job.json")
         assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_model_dir", None),
+        ("dataset", ""),
+        ("output_dir", 5),
+        ("kept_dir", ""),
+        ("salt", 5),
+        ("num_threads", 0),
+        ("most_steps", 1.5),
+        ("gpu_share", 0.0),
+        ("gpu_share", 1.1),
+        ("hyperparameters", []),
+    ],
+)
+def test_a_jobs_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    paths = {name: str(tmp_path) for name in ("base_model_dir", "dataset", "output_dir")}
+    (tmp_path / "job.json").write_text(json.dumps({**paths, field: value}))
+    with pytest.raises(JobError, match="must be ") as caught:
+        TrainJob.read(tmp_path / "job.json")
+    assert caught.value.field == field

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from contract.messages.sampling import BIAS, RANGES
 from engine import (
     AdapterPart,
     ContextTooLong,
@@ -25,6 +26,7 @@ from engine import (
     UnsupportedModel,
 )
 from tests.engine.conftest import ADAPTERS, MakeEngine, Oracle, prompt, request, run, save_model
+from tests.range_ends import inside, outside
 
 
 @pytest.mark.parametrize(
@@ -39,8 +41,8 @@ from tests.engine.conftest import ADAPTERS, MakeEngine, Oracle, prompt, request,
         ({"adapter": {"all-4": float("nan")}}, RequestError, "adapters"),
         ({"temperature": -1.0}, RequestError, "temperature"),
         ({"temperature": float("inf")}, RequestError, "temperature"),
-        ({"top_p": 0.0}, RequestError, "top_p"),
-        ({"top_k": -1}, RequestError, "top_k"),
+        ({"top_p": -0.1}, RequestError, "top_p"),
+        ({"top_k": -2}, RequestError, "top_k"),
         ({"max_tokens": -1}, RequestError, "max_tokens"),
         ({"prompt_logprobs": 21}, RequestError, "prompt_logprobs"),
         ({"logprobs": 21}, RequestError, "logprobs"),
@@ -103,6 +105,25 @@ def test_what_is_no_number_is_refused_by_name(
         engine.add(request("r", [1, 2], **fields))
     assert raised.value.param == param
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize("name", [*RANGES, "logit_bias"])
+def test_sampling_parameters_have_the_ranges_of_the_table(
+    make_engine: MakeEngine, name: str
+) -> None:
+    allowed = RANGES.get(name, BIAS)
+
+    def add(value: Any) -> None:
+        fields: dict[str, Any] = {name: {7: value} if name == "logit_bias" else value}
+        make_engine().add(request("r", [1, 2], **{"max_tokens": 5, **fields}))
+
+    for value in inside(allowed):
+        if name != "max_tokens" or value < 500:  # else the context is too short
+            add(value)
+    for value in outside(allowed):
+        with pytest.raises(RequestError) as raised:
+            add(value)
+        assert raised.value.param == name
 
 
 @pytest.mark.parametrize("token_ids", [[1, 2.5], ["1"], [None], [10**30], 5, b"abc"], ids=str)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from contract.training.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.training.data_split import first_prompt_digest, is_validation
-from contract.training.job import BOUNDS, Hyperparameters, JobError, TrainJob
+from contract.training.job import RANGES, Hyperparameters, JobError, TrainJob
 from contract.training.row_messages import Row
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
@@ -117,7 +117,8 @@ def load_data(codec: TextCodec, job: TrainJob) -> Examples:
     if job.has_validation:
         validation.check()
         if not validation.num_rows:
-            larger = "raise it, " if hyper.validation_share < BOUNDS["validation_share"][2] else ""
+            most = RANGES["validation_share"].most
+            larger = "raise it, " if hyper.validation_share < most else ""
             raise DatasetError(
                 f"no row is in the validation share of {hyper.validation_share:g}: {larger}add "
                 "rows, or give a validation dataset"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from contract.training.job import Hyperparameters, JobError, TrainJob
@@ -36,22 +37,16 @@ class PreparedJob:
     started: dict[str, int]
 
 
-def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
-    """Return the settings of a run with these hyperparameters.
+#: Hyperparameters that the engine has under the same name.
+_SAME = {field.name for field in dataclasses.fields(Hyperparameters)}.intersection(
+    field.name for field in dataclasses.fields(RunSettings)
+)
 
-    `packing` changes nothing, because rows are never padded.
-    """
-    return RunSettings(
-        rank=hyper.rank,
-        alpha=hyper.alpha,
-        target_modules=hyper.target_modules,
-        steps=steps,
-        batch_size=hyper.batch_size,
-        gradient_accumulation=hyper.gradient_accumulation,
-        learning_rate=hyper.learning_rate,
-        warmup_steps=min(hyper.warmup_steps, steps // 2),
-        seed=hyper.seed,
-    )
+
+def settings_of(hyper: Hyperparameters, steps: int = 1) -> RunSettings:
+    """Return the settings of a run with these hyperparameters."""
+    settings = RunSettings(**{name: getattr(hyper, name) for name in _SAME}, steps=steps)
+    return dataclasses.replace(settings, warmup_steps=min(hyper.warmup_steps, steps // 2))
 
 
 def check_settings(hyper: Hyperparameters) -> None:
@@ -76,11 +71,8 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
     Raises JobError if it is longer than the job may be.
     """
     hyper = job.hyperparameters
-    tokens_per_epoch = data.examples.num_tokens
-    batches_per_epoch = -(-len(data.examples) // hyper.batch_size)
-    steps_per_epoch = -(-batches_per_epoch // hyper.gradient_accumulation)
-    steps = hyper.max_steps or max(1, round(steps_per_epoch * hyper.epochs))
-    tokens = round(tokens_per_epoch * steps / steps_per_epoch)
+    steps = hyper.num_steps(len(data.examples))
+    tokens = round(data.examples.num_tokens * steps / hyper.steps_per_epoch(len(data.examples)))
     for name, number, most in (
         ("steps", steps, job.most_steps),
         ("tokens", tokens, job.most_tokens),

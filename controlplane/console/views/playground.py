@@ -15,6 +15,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import render
 from django.views.decorators.http import require_POST, require_safe
 
+from contract.messages.sampling import ANSWER_TOKENS, MAX_STOP_CHARS, RANGES
 from controlplane.aliases.contents import contents_of
 from controlplane.aliases.services import revision_get
 from controlplane.console import playground as reads
@@ -70,6 +71,8 @@ def playground(request: ConsoleRequest) -> HttpResponse:
         "names": reads.model_names(),
         "held": held,
         "max_columns": reads.MAX_COLUMNS,
+        "ranges": RANGES | {"max_tokens": ANSWER_TOKENS},
+        "max_stop_chars": MAX_STOP_CHARS,
     }
     return render(request, "console/playground.html", context)
 

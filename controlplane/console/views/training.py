@@ -12,6 +12,7 @@ from django.http import Http404, HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
+from contract.training.job import RANGES
 from controlplane.adapters.models import Adapter
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.charts import loss_chart
@@ -147,7 +148,7 @@ def run_cost(request: ConsoleRequest) -> HttpResponse:
     context: dict[str, Any] = {}
     if not form.is_valid():
         faults = form.errors.get_json_data().items()
-        named = [(form.fields[name], error) for name, error in faults if name in form.SETTINGS]
+        named = [(form.fields[name], error) for name, error in faults if name in RANGES]
         context["problems"] = [f"{field.label}: {error[0]['message']}" for field, error in named]
         return render(request, "console/_cost.html", context)
     adapter = Adapter.objects.filter(name=form.cleaned_data["adapter"]).first()

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.training.job import BOUNDS, Hyperparameters
+from contract.ranges import Range
+from contract.training.job import RANGES, Hyperparameters
 from controlplane.gateway.fine_tuning.services import JobForm
-from controlplane.inference.bodies import Body, at_most, refused, without_nul
+from controlplane.inference.bodies import Body, at_most, refused, within, without_nul
 from controlplane.inference.schemas import Metadata
 
 DEFAULTS = Hyperparameters()
@@ -32,29 +33,23 @@ def _supervised(value: str) -> str:
     return value
 
 
-def _bounded(name: str) -> Any:
-    _, least, most = BOUNDS[name]
-    return Field(ge=least, le=most)
-
-
 #: Bounds of the learning rate, as multiples of the default one.
-_LEAST_RATE, _MOST_RATE = (bound / DEFAULTS.learning_rate for bound in BOUNDS["learning_rate"][1:])
+_RATE = RANGES["learning_rate"]
+_MULTIPLIER = Range(_RATE.least / DEFAULTS.learning_rate, _RATE.most / DEFAULTS.learning_rate)
 
 
 class HyperparametersBody(Body):
     """OpenAI's hyperparameters; null and "auto" are the same."""
 
-    n_epochs: Annotated[float, _bounded("epochs")] | Auto | None = None
-    batch_size: Annotated[int, _bounded("batch_size")] | Auto | None = None
-    learning_rate_multiplier: (
-        Annotated[float, Field(ge=_LEAST_RATE, le=_MOST_RATE)] | Auto | None
-    ) = None
+    n_epochs: Annotated[float, within(RANGES["epochs"])] | Auto | None = None
+    batch_size: Annotated[int, within(RANGES["batch_size"])] | Auto | None = None
+    learning_rate_multiplier: Annotated[float, within(_MULTIPLIER)] | Auto | None = None
 
     def given(self) -> dict[str, Any]:
         """Return those with a value, as the trainer names them."""
         rate = self.learning_rate_multiplier
         if isinstance(rate, int | float):
-            rate = min(max(rate * DEFAULTS.learning_rate, BOUNDS["learning_rate"][1]), 1.0)
+            rate = min(max(rate * DEFAULTS.learning_rate, _RATE.least), _RATE.most)
         found = {"epochs": self.n_epochs, "batch_size": self.batch_size, "learning_rate": rate}
         return {name: value for name, value in found.items() if value not in (None, "auto")}
 
@@ -98,7 +93,7 @@ class FineTuningJobBody(Body):
     suffix: Annotated[str | None, Field(min_length=1, max_length=64)] = None
     hyperparameters: HyperparametersBody | None = None
     method: MethodBody | None = None
-    seed: Annotated[int, _bounded("seed")] | None = None
+    seed: Annotated[int, within(RANGES["seed"])] | None = None
     metadata: Metadata = None
     integrations: Annotated[Any, refused("webhooks and the job's events tell the same")] = None
     lorikeet: Extras | None = None

@@ -10,15 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.messages.sampling import MAX_STOPS, RANGES
 from controlplane.inference.bodies import Body, refused
 from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.json_schema import checked_schema
 from controlplane.inference.schemas import (
     MAX_ADAPTERS,
-    MAX_STOPS,
     MAX_WEIGHT,
+    MaxTokens,
     ModelName,
+    RepetitionPenalty,
     StopString,
+    Temperature,
 )
 
 MAX_BEST_OF = 8
@@ -82,18 +85,18 @@ class Parameters(Body):
     merged_adapters: MergedAdapters | None = None
     api_token: Annotated[str | None, Field(max_length=1000)] = None
     do_sample: bool = False
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_k: Annotated[int | None, Field(gt=0, le=1_000_000)] = None
+    temperature: Temperature = None
+    top_k: Annotated[int | None, Field(gt=0, le=RANGES["top_k"].most)] = None
     top_p: Annotated[float | None, Field(gt=0, lt=1)] = None
     typical_p: Annotated[Any, refused("send top_p")] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repetition_penalty: RepetitionPenalty = None
     seed: Annotated[int | None, Field(ge=0, le=UINT64)] = None
     best_of: Annotated[int | None, Field(gt=0, le=MAX_BEST_OF)] = None
-    max_new_tokens: Annotated[int | None, Field(gt=0, le=10_000_000)] = None
+    max_new_tokens: MaxTokens = None
     ignore_eos_token: bool = False
     stop: Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
     return_full_text: bool = False
-    truncate: Annotated[int | None, Field(gt=0, le=10_000_000)] = None
+    truncate: MaxTokens = None
     watermark: Annotated[Any, refused("leave it out")] = None
     details: bool = False
     decoder_input_details: Annotated[Any, refused("/v1/completions has prompt_logprobs")] = None

@@ -17,7 +17,6 @@ from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.messages import Message
 from controlplane.inference.parsing import make_body
 from controlplane.inference.schemas import (
-    INT64,
     MAX_MESSAGES,
     AdapterPart,
     ChatBody,
@@ -62,7 +61,7 @@ def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: 
         "top_k": parameters.top_k,
         "top_p": parameters.top_p,
         "repetition_penalty": parameters.repetition_penalty,
-        "seed": None if seed is None else seed - 2 * (INT64 + 1) * (seed > INT64),
+        "seed": None if seed is None else seed - 2**64 * (seed >= 2**63),
         "stop": parameters.stop or None,
         "ignore_eos": parameters.ignore_eos_token,
         "n": parameters.best_of,

@@ -28,15 +28,10 @@ from controlplane.inference.schemas import (
     Metadata,
     Moderation,
     NamedModel,
-    Penalty,
     PromptCacheOptions,
-    Seed,
+    SamplingBody,
     ServiceTier,
-    Share,
-    Speculates,
-    Stops,
-    Temperature,
-    TopK,
+    TopLogprobs,
 )
 from controlplane.inference.tools import (
     MAX_TOOLS,
@@ -256,7 +251,7 @@ class AccessPrograms(Body):
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingBody):
     """POST /v1/responses."""
 
     endpoint: ClassVar[str] = "/v1/responses"
@@ -266,9 +261,7 @@ class ResponsesBody(Body):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
-    temperature: Temperature = None
-    top_p: Share = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    top_logprobs: TopLogprobs = None
     text: TextConfig | None = None
     tools: (
         Annotated[
@@ -306,17 +299,6 @@ class ResponsesBody(Body):
     background: Annotated[Any, refused("wait for the answer, or send a batch")] = None
     prompt: Annotated[Any, refused("prompts are not kept: send instructions and input")] = None
     context_management: Annotated[Any, refused("truncation auto drops the oldest turns")] = None
-    # Beyond OpenAI's, as in a chat.
-    seed: Seed = None
-    stop: Stops = None
-    presence_penalty: Penalty = None
-    frequency_penalty: Penalty = None
-    top_k: TopK = None
-    min_p: Share = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
-    ignore_eos: bool | None = None
-    speculation: Speculates = None
-    min_tokens: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
 
     @model_validator(mode="after")
     def _results_have_calls(self) -> ResponsesBody:

@@ -18,16 +18,15 @@ from controlplane.inference.responses.schemas import (
     TextFormat,
     text_of,
 )
-from controlplane.inference.schemas import ChatBody
+from controlplane.inference.schemas import ChatBody, SamplingBody
 
 Json = dict[str, Any]
 
 #: Fields that a chat has under the same name.
 _SAME = (
-    *("model", "temperature", "top_p", "parallel_tool_calls", "store", "stream", "metadata"),
+    *SamplingBody.model_fields,
+    *("model", "parallel_tool_calls", "store", "stream", "metadata", "service_tier"),
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("service_tier", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "ignore_eos", "min_tokens", "speculation"),
 )
 
 

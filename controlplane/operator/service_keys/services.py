@@ -15,8 +15,8 @@ from controlplane.errors import Conflict, InvalidRequest, NotFound
 from controlplane.events.audit.services import record
 from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
-from controlplane.operator.service_keys.models import ServiceKey
-from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_key_views.models import ServiceKey
+from controlplane.operator.service_key_views.scopes import Scope
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import DEFAULT_GRACE_S, MAX_GRACE_S

@@ -163,7 +163,12 @@ def test_the_form_says_what_a_run_takes_and_what_is_wrong_beside_its_field(
     page = browser.get("/console/training").content.decode()
     assert 'hx-post="/console/training/cost"' in page
     form = {"adapter": "voice", "dataset": "voice", "epochs": "4", "batch_size": "1"}
-    more = {"gradient_accumulation": "3", "checkpoints": "2", "packing": "on", "draft_heads": "3"}
+    more = {
+        "gradient_accumulation": "3",
+        "checkpoints": "2",
+        "draft_heads": "3",
+        "gradient_checkpointing": "on",
+    }
 
     def cost(**fields: str) -> str:
         answer = browser.post("/console/training/cost", form | more | fields)
@@ -187,7 +192,7 @@ def test_the_form_says_what_a_run_takes_and_what_is_wrong_beside_its_field(
         runs = TrainingRun.objects.filter(pk=run)
         assert runs.get().hyperparameters == {
             **{"epochs": 4.0, "batch_size": 1, "gradient_accumulation": 3, "checkpoints": 2},
-            **{"packing": True, "draft_heads": 3},
+            **{"gradient_checkpointing": True, "draft_heads": 3},
         }
         runs.update(status="succeeded", finished_at=timezone.now(), progress={"tokens_per_s": 8.0})
     assert "about 400 tokens, in about 50 s" in cost()

@@ -9,6 +9,7 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from contract.training.job import Hyperparameters
 from controlplane.adapters.models import BaseModel
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
@@ -22,7 +23,6 @@ from controlplane.training import (
     schedules,
     sending,
     services,
-    size,
 )
 from controlplane.training.models import Schedule, TrainingRun
 from controlplane.usage.limits import quotas
@@ -180,7 +180,7 @@ class TestSize:
             assert execution.training_run_execute(run.pk)
             run.refresh_from_db()
         assert run.status == "succeeded", run.error
-        assert run.progress["steps"] == size.num_steps(wanted, 8) == 8
+        assert run.progress["steps"] == Hyperparameters.from_dict(wanted).num_steps(8) == 8
 
 
 class TestTurns:

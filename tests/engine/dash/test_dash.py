@@ -264,7 +264,7 @@ def _agrees(completion: Completion, wanted: list[int]) -> bool:
         ({"max_new_tokens": -1}, RequestError, "max_tokens"),
         ({"sampling": SamplingParams(temperature=-1)}, RequestError, "temperature"),
         ({"json_schema": "{"}, BadGrammar, "not JSON"),
-        ({"n": 65}, RequestError, "n must be from 1 to 64"),
+        ({"n": 65}, RequestError, "n must be a whole number from 1 to 64"),
     ],
 )
 def test_each_mistake_has_its_own_error(

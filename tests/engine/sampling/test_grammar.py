@@ -233,7 +233,7 @@ MATCHED = {"patternProperties": {"^a$": ONE}, "additionalProperties": False}
 def run_with_seeds(engine: Engine, schema: dict[str, Any]) -> list[Any]:
     text = json.dumps({"type": "object", **schema})
     requests = [
-        request(f"r{i}", prompt(0, 4), json_schema=text, temperature=3.0, seed=i) for i in range(8)
+        request(f"r{i}", prompt(0, 4), json_schema=text, temperature=2.0, seed=i) for i in range(8)
     ]
     return list(run(engine, *requests).values())
 

@@ -197,3 +197,13 @@ def test_repetition_penalty_equals_hugging_face(
         )[0, 12:].tolist()
     got = run(make_engine(), request("r", tokens, max_tokens=15, repetition_penalty=penalty))["r"]
     assert got.token_ids == reference
+
+
+def test_the_ends_of_ranges_mean_off_and_the_likeliest_token(make_engine: MakeEngine) -> None:
+    same: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+
+    def tokens(**fields: Any) -> list[int]:
+        return run(make_engine(), request("r", prompt(4, 12), **{**same, **fields}))["r"].token_ids
+
+    assert tokens(top_k=-1) == tokens()
+    assert tokens(top_p=0) == tokens(temperature=0) != tokens()

@@ -52,7 +52,7 @@ def test_a_run_that_diverges_takes_nobody_with_it(tiny: Path) -> None:
     model = load(tiny, torch.bfloat16, device="cuda")
     good = request("good", RunSettings(rank=4, steps=5, batch_size=2))
     settings = dataclasses.replace(
-        good.settings, learning_rate=1e6, weight_decay=1e6, max_grad_norm=0, steps=1000
+        good.settings, learning_rate=1, weight_decay=1e6, max_grad_norm=0, steps=1000
     )
     results = train(make_trainer(model), [good, request("bad", settings)])
     end = results["bad"].end

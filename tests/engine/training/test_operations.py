@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contract.training.job import RANGES
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunDiverged, RunRefused, RunUnsupported
 from engine.training.events import RunEnded, RunStarted
@@ -31,6 +32,7 @@ from tests.engine.training.scenes import (
     request,
     train,
 )
+from tests.range_ends import inside, outside
 
 BOUND = 1e-12
 #: Tokens that only one run has in its rows.
@@ -104,7 +106,7 @@ def marked_run(number: int, chance: random.Random) -> RunRequest:
 def poisoned(asked: RunRequest) -> RunRequest:
     """The run from an adapter whose product overflows."""
     return dataclasses.replace(asked, held_out=None, settings=dataclasses.replace(
-        asked.settings, learning_rate=1e6, max_grad_norm=0, weight_decay=1e6, schedule="constant",
+        asked.settings, learning_rate=1, max_grad_norm=0, weight_decay=1e6, schedule="constant",
         steps=1000,
     ))  # fmt: skip
 
@@ -269,10 +271,10 @@ def test_a_run_that_diverges_takes_nobody_with_it(tiny: Path) -> None:
 def test_a_warm_start_goes_on_from_the_given_adapter(tiny: Path) -> None:
     model, settings = load(tiny), RunSettings(rank=4, steps=4, batch_size=3, learning_rate=0.02)
     first = train(make_trainer(model), [request("first", settings)])["first"]
-    resting = dataclasses.replace(settings, learning_rate=0.0)
+    resting = dataclasses.replace(settings, learning_rate=RANGES["learning_rate"].least)
     asked = dataclasses.replace(request("again", resting), adapter=first.adapter)
     again = train(make_trainer(model), [asked])["again"]
-    assert difference(first.adapter, again.adapter) == 0
+    assert difference(first.adapter, again.adapter) < 1e-6
     assert again.losses[0] < first.losses[0]
 
 
@@ -295,6 +297,12 @@ def test_what_the_batch_does_not_do_is_named(tiny: Path) -> None:
         with pytest.raises(RunRefused) as refused:
             trainer.add(request("run", RunSettings(**fields)))
         assert refused.value.param == next(iter(fields))
+    for name in ("rank", "batch_size", "learning_rate", "warmup_steps", "seed"):
+        RunSettings(**{name: inside(RANGES[name])[1]}).check()
+        for value in outside(RANGES[name]):
+            with pytest.raises(RunRefused) as refused:
+                trainer.add(request("run", RunSettings(**{name: value})))
+            assert refused.value.param == name
     with pytest.raises(RunRefused, match="there is room for"):
         trainer.add(request("run", RunSettings(rank=64)))
     trainer.add(request("run", RunSettings(rank=2)))

@@ -308,7 +308,7 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
         "integrations": {"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]},
         "lorikeet.rank": {"lorikeet": {"rank": 1000}},
         "lorikeet.target_modules.0": {"lorikeet": {"target_modules": ["../x"]}},
-        "lorikeet.packing": {"lorikeet": {"packing": "tight"}},
+        "lorikeet.packing": {"lorikeet": {"packing": True}},
         "lorikeet.dropout": {"lorikeet": {"dropout": 0.1}},
         "lorikeet.quantization": {"lorikeet": {"quantization": "4bit"}},
         "suffix": {"suffix": "No Spaces!"},
