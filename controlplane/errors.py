@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ObjectDoesNotExist, ValidationError
 from django.http import Http404, JsonResponse
@@ -34,6 +34,7 @@ from rest_framework.response import Response
 from contract.messages.protocol import ErrorCode
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class ApiError(Exception):
@@ -109,6 +110,13 @@ class NotFound(ApiError):
     """It does not exist or belongs to another tenant: both get the same answer."""
 
     status, type, code = 404, "invalid_request_error", "not_found"
+
+
+def require(row: _T | None, otherwise: str, *, param: str | None = None) -> _T:
+    """Return a row that was looked up. Raises NotFound with the message `otherwise` for None."""
+    if row is None:
+        raise NotFound(otherwise, param=param)
+    return row
 
 
 class MethodNotAllowed(ApiError):

@@ -75,7 +75,7 @@ INSTALLED_APPS = [
     "controlplane.events.audit",
     "controlplane.events.outbox",
     "controlplane.tenants",
-    "controlplane.operator.service_key_views",
+    "controlplane.operator.service_keys",
     "controlplane.adapters",
     "controlplane.aliases",
     "controlplane.inference",

@@ -60,11 +60,11 @@ for i = 1, num_policies do
     hold[#hold + 1] = 'run ' .. key .. ':run 0 0\n'
   end
   if waiting > 0 then
-    redis.call('ZREMRANGEBYSCORE', key .. ':wait', '-inf', now)
-    if redis.call('ZCARD', key .. ':wait') >= waiting then
+    redis.call('ZREMRANGEBYSCORE', key .. '{WAITING}', '-inf', now)
+    if redis.call('ZCARD', key .. '{WAITING}') >= waiting then
       return refuse('waiting', i, 1, waiting)
     end
-    waits[#waits + 1] = key .. ':wait'
+    waits[#waits + 1] = key .. '{WAITING}'
   end
 end
 
@@ -82,13 +82,13 @@ for at = first_budget, #ARGV - 3, 3 do
 end
 
 for digest in string.gmatch(ARGV[7], '[^,]+') do
-  if redis.call('HEXISTS', 'quar:{' .. pool .. '}', digest) == 1 then
+  if redis.call('HEXISTS', {quarantine_key(pool)}, digest) == 1 then
     return refuse('quarantined', 0, 0, 0)
   end
 end
 
 local own, all, number = unpack(
-  redis.call('HMGET', q .. ':sums', class .. ':' .. tenant, '*', 'n'))
+  redis.call('HMGET', q .. '{SUMS}', class .. ':' .. tenant, '*', 'n'))
 if tonumber(number or 0) >= tonumber(ARGV[16]) then return refuse('pool', 0, 10, ARGV[16]) end
 if redis.call('LLEN', q .. ':' .. class .. ':' .. tenant) >= tonumber(ARGV[17]) then
   return refuse('waiting', 0, 5, ARGV[17])
@@ -127,7 +127,7 @@ redis.call('HSET', job, 'state', 'queued', 'lease', 0, 'seq', 0, 'gateway', ARGV
   'cost', prompt + {OUTPUT_WEIGHT} * output, 'deadline', deadline, 'hold', table.concat(hold),
   'waits', table.concat(waits, ' '), 'since', string.format('%.3f', now))
 redis.call('EXPIRE', job, ARGV[9])
-redis.call('SADD', 'qs:{' .. pool .. '}', q)
+redis.call('SADD', {queues_key(pool)}, q)
 enqueue(q, class, tenant, item, output, 'RPUSH')
 wake(pool, q)
 local r, t = tightest.requests or {0, 0, '0'}, tightest.tokens or {0, 0, '0'}

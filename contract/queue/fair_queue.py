@@ -46,6 +46,11 @@ PULL_COUNT = 4
 #: While both classes wait, one of this number of dispatches is of the batch class.
 BATCH_SHARE = 16
 
+#: Ends of the keys of a queue, of its classes and of a policy.
+SUMS, IDLE = ":sums", ":idle"
+LATELY, SKIPS = ":vt", ":skip"
+WAITING = ":wait"
+
 
 def queue_key(pool: str, base_model: str) -> str:
     return f"q:{{{pool}}}:{base_model}"

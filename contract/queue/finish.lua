@@ -4,13 +4,13 @@ local function finish(job, request_id, prompt, output)
   local q, class, tenant, charged, hold = unpack(redis.call('HMGET', job,
     'q', 'class', 'tenant', 'charged', 'hold'))
   if not q then return end
-  local active, idle = q .. ':' .. class, q .. ':' .. class .. ':vt'
+  local active, idle = q .. ':' .. class, q .. ':' .. class .. '{LATELY}'
   local more = prompt + {OUTPUT_WEIGHT} * output - (tonumber(charged) or 0)
   if redis.call('ZSCORE', active, tenant) then
     redis.call('ZINCRBY', active, more, tenant)
   else
     if not redis.call('ZSCORE', idle, tenant) then
-      local floor = redis.call('HGET', q .. ':sums', 'floor:' .. class) or '0'
+      local floor = redis.call('HGET', q .. '{SUMS}', 'floor:' .. class) or '0'
       redis.call('ZADD', idle, floor, tenant)
     end
     redis.call('ZINCRBY', idle, more, tenant)

@@ -10,10 +10,10 @@ local function dead_letter(job, done)
   local pool = string.match(done, '{(.*)}')
   local m, worker, item = unpack(redis.call('HMGET', job, 'm', 'worker', 'item'))
   if not m then return end
-  redis.call('XADD', 'dlq:{' .. pool .. '}', 'MAXLEN', '~', {DEAD_LETTER_MAX_LEN}, '*',
+  redis.call('XADD', {dead_letter_key(pool)}, 'MAXLEN', '~', {DEAD_LETTER_MAX_LEN}, '*',
     'm', m, 'source', worker or '', 'reason', 'given up')
   for digest in string.gmatch(string.match(item, '%S+ %S+ (.*)'), '[^,]+') do
-    redis.call('HSET', 'quar:{' .. pool .. '}', digest, redis.call('TIME')[1])
+    redis.call('HSET', {quarantine_key(pool)}, digest, redis.call('TIME')[1])
   end
 end
 

@@ -12,7 +12,7 @@ local now = time[1] + time[2] / 1e6
 local want = tonumber(ARGV[4])
 local taken, seen, pulled = 0, 0, {}
 -- A later run has this worker's id, and its inbox.
-if (redis.call('HGET', 'wk:{' .. pool .. '}:' .. worker, 'boot') or boot) ~= boot then return {} end
+if (redis.call('HGET', {worker_key(pool, worker)}, 'boot') or boot) ~= boot then return {} end
 if redis.call('EXISTS', inbox) == 0 then
   redis.call('XGROUP', 'CREATE', inbox, group, '0', 'MKSTREAM')
 end
@@ -46,7 +46,7 @@ end
 local function choose(class, tenants)
   head(class, tenants[1])
   if #tenants == 1 or not tenants[1].item or tenants[1].resident then return 1 end
-  local skips = q .. ':' .. class .. ':skip'
+  local skips = q .. ':' .. class .. '{SKIPS}'
   if tonumber(redis.call('HGET', skips, tenants[1].id) or 0) >= {MAX_SKIPS} then return 1 end
   for i = 2, #tenants do
     if head(class, tenants[i]) and tenants[i].resident then
@@ -64,7 +64,7 @@ end
 -- Its job goes into the inbox; 0 when nobody waits for it any more.
 local function dispatch(item)
   local id = string.match(item, '%S+')
-  local job = 'job:{' .. pool .. '}:' .. id
+  local job = {job_key(pool, id)}
   local m, lease, attempt, cancel, deadline, cost, waits, state = unpack(redis.call('HMGET',
     job, 'm', 'lease', 'attempt', 'cancel', 'deadline', 'cost', 'waits', 'state'))
   if not m or state ~= 'queued' then return 0 end
@@ -84,8 +84,8 @@ local function serve(class, count)
   local active = q .. ':' .. class
   local tenants = window(active)
   if tenants[1] then
-    redis.call('HSET', q .. ':sums', 'floor:' .. class, string.format('%.17g', tenants[1].counter))
-    redis.call('ZREMRANGEBYSCORE', active .. ':vt', '-inf',
+    redis.call('HSET', q .. '{SUMS}', 'floor:' .. class, string.format('%.17g', tenants[1].counter))
+    redis.call('ZREMRANGEBYSCORE', active .. '{LATELY}', '-inf',
       '(' .. string.format('%.17g', tenants[1].counter))
   end
   local until_taken = taken + count
@@ -100,19 +100,19 @@ local function serve(class, count)
     if item then
       local tokens = string.match(item, '%S+ (%S+)')
       local cost = dispatch(item)
-      redis.call('HDEL', active .. ':skip', tenant.id)
-      redis.call('HINCRBY', q .. ':sums', 'n', -1)
+      redis.call('HDEL', active .. '{SKIPS}', tenant.id)
+      redis.call('HINCRBY', q .. '{SUMS}', 'n', -1)
       if tonumber(tokens) > 0 then  -- "-0" is no integer to Redis
-        redis.call('HINCRBY', q .. ':sums', '*', -tokens)
-        redis.call('HINCRBY', q .. ':sums', class .. ':' .. tenant.id, -tokens)
+        redis.call('HINCRBY', q .. '{SUMS}', '*', -tokens)
+        redis.call('HINCRBY', q .. '{SUMS}', class .. ':' .. tenant.id, -tokens)
       end
       tenant.counter = tenant.counter + cost
     end
     table.remove(tenants, at)
     if redis.call('EXISTS', waiting) == 0 then
       redis.call('ZREM', active, tenant.id)
-      redis.call('HDEL', q .. ':sums', class .. ':' .. tenant.id)
-      redis.call('ZADD', active .. ':vt', string.format('%.17g', tenant.counter), tenant.id)
+      redis.call('HDEL', q .. '{SUMS}', class .. ':' .. tenant.id)
+      redis.call('ZADD', active .. '{LATELY}', string.format('%.17g', tenant.counter), tenant.id)
     else
       redis.call('ZADD', active, string.format('%.17g', tenant.counter), tenant.id)
       -- It stays in view unless others beyond it may come first now.
@@ -126,19 +126,19 @@ local function serve(class, count)
   end
 end
 
-local has_both = redis.call('EXISTS', q .. ':i') == 1 and redis.call('EXISTS', q .. ':b') == 1
+local has_both = redis.call('EXISTS', q .. ':{INTERACTIVE}', q .. ':{BATCH}') == 2
 -- Of the dispatches, not of the pulls: who takes many at a time passes the batch class's turn.
-if has_both and redis.call('HINCRBY', q .. ':sums', 'turn', want) % {BATCH_SHARE} < want then
-  serve('b', 1)
+if has_both and redis.call('HINCRBY', q .. '{SUMS}', 'turn', want) % {BATCH_SHARE} < want then
+  serve('{BATCH}', 1)
 end
-if taken < want then serve('i', want - taken) end
-if taken < want then serve('b', want - taken) end
+if taken < want then serve('{INTERACTIVE}', want - taken) end
+if taken < want then serve('{BATCH}', want - taken) end
 if #pulled == 0 then
-  redis.call('ZADD', q .. ':idle', now, worker)
-  redis.call('ZREMRANGEBYSCORE', q .. ':idle', '-inf', now - 60)
+  redis.call('ZADD', q .. '{IDLE}', now, worker)
+  redis.call('ZREMRANGEBYSCORE', q .. '{IDLE}', '-inf', now - 60)
 end
 if #pulled > 0 then
-  redis.call('SADD', 'in:{' .. pool .. '}', worker)
+  redis.call('SADD', {inboxes_key(pool)}, worker)
   redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', #pulled, 'STREAMS', inbox, '>')
 end
 return pulled

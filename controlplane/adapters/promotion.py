@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from django.db import transaction
-from django.dispatch import Signal
 
 from controlplane.adapters.models import Adapter, AdapterVersion, Promotion, is_not_over
 from controlplane.errors import Conflict, InvalidRequest
@@ -20,6 +19,7 @@ from controlplane.events.audit.origin import current_origin
 from controlplane.events.audit.services import record
 from controlplane.events.outbox.models import EventType
 from controlplane.events.outbox.services import publish
+from controlplane.infra.hooks import Hook
 from controlplane.tenancy.model_scope import check_named
 
 MAX_REASON_CHARS = 500
@@ -31,11 +31,11 @@ Cause = Promotion.Cause
 GOES_BACK = (Cause.ROLLED_BACK, Cause.RETIRED, Cause.DELETED)
 Status = AdapterVersion.Status
 
-#: Sent with `version`, once it is live and the transaction has ended.
-became_live = Signal()
-#: Sent with `adapter` and `version` that nobody made live, in the transaction in which it became
-#: ready; the adapter's policy is `gate`.
-awaits_gate = Signal()
+#: Called once the version is live and the transaction has ended.
+became_live = Hook[[AdapterVersion], None]()
+#: Called with a version that nobody made live, in the transaction in which it became ready; the
+#: adapter's policy is `gate`.
+awaits_gate = Hook[[Adapter, AdapterVersion], None]()
 
 
 @transaction.atomic
@@ -132,7 +132,7 @@ def ready_apply(adapter: Adapter, version: AdapterVersion) -> None:
     elif adapter.promotion_policy == Adapter.PromotionPolicy.IMMEDIATE:
         live_version_set(adapter, version, Cause.POLICY)
     elif adapter.promotion_policy == Adapter.PromotionPolicy.GATE:
-        awaits_gate.send(sender=Adapter, adapter=adapter, version=version)
+        awaits_gate(adapter, version)
 
 
 def live_version_set(
@@ -164,8 +164,7 @@ def live_version_set(
     )
     record("live_version_set", adapter, before=before, after=after | _given(reason))
     if version is not None:
-        send = functools.partial(became_live.send, sender=Adapter, version=version)
-        transaction.on_commit(send, robust=True)
+        transaction.on_commit(functools.partial(became_live, version), robust=True)
 
 
 def version_before(

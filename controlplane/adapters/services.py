@@ -38,11 +38,11 @@ from controlplane.adapters.resolution import model_resolve
 from controlplane.errors import (
     Conflict,
     InvalidRequest,
-    NotFound,
     PermissionDenied,
     RateLimited,
     Unavailable,
     from_validation,
+    require,
 )
 from controlplane.events.audit.services import record
 from controlplane.infra import storage
@@ -114,10 +114,7 @@ def base_model_shutdown_set(*, base_model: BaseModel, shutdown_date: dt.date | N
 
 def adapter_get(*, name: str) -> Adapter:
     """Return the adapter of this name. Raises NotFound."""
-    adapter = _find(name)
-    if adapter is None:
-        raise NotFound("There is no such adapter.")
-    return adapter
+    return require(_find(name), "There is no such adapter.")
 
 
 def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
@@ -127,9 +124,7 @@ def adapter_version_get(*, name: str, number: int) -> AdapterVersion:
     if is_slug(name) and number <= MAX_NUMBER:
         versions = AdapterVersion.objects.filter(adapter__name=name, number=number)
         version = versions.select_related("adapter").first()
-    if version is None:
-        raise NotFound("There is no such adapter version.")
-    return version
+    return require(version, "There is no such adapter version.")
 
 
 def adapter_inspection_get(*, version: AdapterVersion) -> AdapterInspection:
@@ -417,10 +412,8 @@ def _check_uploaded(version: AdapterVersion) -> None:
         safetensors_header.FILE: (version.staged_tensors_key, version.num_bytes),
     }
     for file, (key, num_bytes) in stated.items():
-        try:
+        with storage.answering():
             found = storage.object_size(key)
-        except storage.STORAGE_ERRORS as error:
-            raise Unavailable("The object store does not answer.") from error
         if found != num_bytes:
             problem = "is not uploaded" if found is None else f"has {found} bytes"
             raise Conflict(f"{file} {problem}; {num_bytes} bytes were stated.", param=file)

@@ -19,7 +19,7 @@ from django.db import transaction
 from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters.models import AdapterVersion, VersionUpload
 from controlplane.adapters.rejection import Reason, Rejected
-from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable, require
 from controlplane.infra import storage
 
 MAX_TENSORS_BYTES = 2 * 1024**3
@@ -90,10 +90,8 @@ def _begun(version: AdapterVersion, file: str, digests: Mapping[str, str]) -> tu
     _check_parts(upload, digests)
     if upload.upload_id:
         return upload.key, ""
-    try:
+    with storage.answering():
         return upload.key, storage.multipart_begin(upload.key)
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
 
 
 @transaction.atomic
@@ -136,9 +134,7 @@ def _upload(version: AdapterVersion, file: str) -> VersionUpload:
 def _locked(version: AdapterVersion) -> AdapterVersion:
     """Return the version as it is; it stays so until the transaction ends. Raises NotFound."""
     found = AdapterVersion.objects.select_for_update().filter(pk=version.pk).first()
-    if found is None:
-        raise NotFound("There is no such adapter version.")
-    return found
+    return require(found, "There is no such adapter version.")
 
 
 def _check_parts(upload: VersionUpload, digests: Mapping[str, str]) -> None:
@@ -182,10 +178,8 @@ def upload_state(version: AdapterVersion) -> dict[str, Any]:
     Files that do not come by parts, or have been checked, are not named. Raises Unavailable.
     """
     found = VersionUpload.objects.filter(version=version).order_by("file")
-    try:
+    with storage.answering():
         files = {upload.file: _file_state(upload) for upload in found}
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
     return {
         "object": "adapter_upload",
         "adapter": version.adapter.name,
@@ -259,11 +253,9 @@ def files_assemble(version: AdapterVersion) -> None:
     version.refresh_from_db(fields=["status"])
     if version.status != Status.UPLOADING:
         return
-    try:
+    with storage.answering():
         for upload in VersionUpload.objects.filter(version=version).order_by("file"):
             _assemble(upload)
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
 
 
 def _assemble(upload: VersionUpload) -> None:

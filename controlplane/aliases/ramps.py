@@ -17,17 +17,17 @@ from typing import Any
 
 from django.db import transaction
 from django.db.models import F, Q
-from django.dispatch import Signal
 from django.utils import timezone
 
 from controlplane.aliases import services
 from controlplane.aliases.comparison import compare
-from controlplane.aliases.contents import contents_of
+from controlplane.aliases.contents import Part, contents_of
 from controlplane.aliases.counting import counts_of
 from controlplane.aliases.models import Alias, AliasPart, AliasRevision, Ramp
-from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.errors import ApiError, Conflict, InvalidRequest, require
 from controlplane.events.audit.origin import current_origin
 from controlplane.events.audit.services import record
+from controlplane.infra.hooks import Hook
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 
@@ -40,8 +40,8 @@ BOUNDS = {"percent": (1, 100), "minutes": (0, 14 * 24 * 60), "min_requests": (0,
 DEFAULTS = {"minutes": 30, "min_requests": 50}
 #: Number of steps that one tick takes; the next one continues.
 MAX_PER_TICK = 500
-#: Sent with the new revision's `parts` after each step, in the tenant's scope.
-step_taken = Signal()
+#: Called with the new revision's parts after each step, in the tenant's scope.
+step_taken = Hook[[Sequence[Part]], None]()
 DEFAULT_STEPS = tuple({"percent": percent, **DEFAULTS} for percent in (1, 10, 50, 100))
 
 
@@ -59,10 +59,7 @@ class Progress:
 
 def ramp_of(alias: Alias) -> Ramp:
     """Return the alias's newest ramp. Raises NotFound if it never had one."""
-    ramp = Ramp.objects.filter(alias=alias).first()
-    if ramp is None:
-        raise NotFound("This alias has had no ramp.")
-    return ramp
+    return require(Ramp.objects.filter(alias=alias).first(), "This alias has had no ramp.")
 
 
 def progress(ramp: Ramp, now: dt.datetime | None = None) -> Progress | None:
@@ -196,7 +193,7 @@ def _advance(alias_id: uuid.UUID, now: dt.datetime) -> bool:
         _moved(alias, ramp, "ramp_stopped", state=State.STOPPED, reason=error.message)
         return False
     parts = contents_of(services.revision_get(alias=alias)).parts
-    transaction.on_commit(functools.partial(step_taken.send, sender=Ramp, parts=parts), robust=True)
+    transaction.on_commit(functools.partial(step_taken, parts), robust=True)
     return True
 
 
@@ -230,8 +227,7 @@ def _locked(alias: Alias, *states: str) -> Ramp:
     """Return the alias's ramp, locked after the alias. Raises NotFound, Conflict."""
     Alias.objects.select_for_update().filter(pk=alias.pk).first()
     ramp = Ramp.objects.select_for_update().filter(alias=alias).first()
-    if ramp is None:
-        raise NotFound("This alias has had no ramp.")
+    ramp = require(ramp, "This alias has had no ramp.")
     if ramp.state not in states:
         raise Conflict(f"The ramp {ramp.get_state_display()}.", code="ramp_state")
     return ramp

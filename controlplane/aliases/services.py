@@ -23,7 +23,7 @@ from controlplane.aliases.compatibility import breaking_changes
 from controlplane.aliases.contents import Contents, Part, Target, canary_of, check_text, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, is_current
 from controlplane.aliases.revisions import revision_store, targets_find
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import SLUG_RULE, is_slug
@@ -42,10 +42,8 @@ Cause = AliasRevision.Cause
 def alias_get(*, name: str) -> Alias:
     """Return the alias of this name. Raises NotFound."""
     check_named(name, "name")
-    alias = Alias.objects.filter(name=name).first() if is_slug(name) else None
-    if alias is None:
-        raise NotFound("There is no such alias.")
-    return alias
+    found = Alias.objects.filter(name=name).first() if is_slug(name) else None
+    return require(found, "There is no such alias.")
 
 
 def revision_get(*, alias: Alias, number: int | None = None) -> AliasRevision:
@@ -55,9 +53,7 @@ def revision_get(*, alias: Alias, number: int | None = None) -> AliasRevision:
     if number is None:
         return rows.get(is_current())
     found = rows.filter(number=min(number, 2**31 - 1)).first()
-    if found is None:
-        raise NotFound("There is no such revision, or it is no longer kept.")
-    return found
+    return require(found, "There is no such revision, or it is no longer kept.")
 
 
 @transaction.atomic
@@ -254,8 +250,7 @@ def _switch(
     """Make the next revision and set the alias to it."""
     _check_reason(reason)
     found = Alias.objects.select_for_update().filter(pk=alias.pk).first()
-    if found is None:
-        raise NotFound("There is no such alias.")
+    found = require(found, "There is no such alias.")
     if if_revision not in (None, found.revision_number):
         raise Conflict(
             f"The current revision is {found.revision_number}, not {if_revision}: read it again.",

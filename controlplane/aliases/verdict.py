@@ -1,7 +1,7 @@
 """Judge a canary by its counts and the primary's. Pure: no database, no clock.
 
 The canary is worse if one measure of it exceeds the primary's by more than the guard allows, at
-the guard's confidence. That confidence is of all measures and all moments together (`sequential`):
+the guard's confidence. That confidence is of all measures and all moments together (`statistics`):
 a canary that is as good as the primary is rolled back in one of a hundred revisions at most.
 """
 
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from controlplane.aliases.sequential import log_evidence, quantile_bounds, rate_interval
+from controlplane.infra.statistics import log_evidence, quantile_bounds, rate_interval
 
 #: Number of buckets of latency: four per doubling.
 _PER_DOUBLING = 4
@@ -130,18 +130,22 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RateMeasure:
-    """A share of requests that may not be greater with the canary."""
-
+class _Measure:
     name: str
     label: str
-    events: str
-    trials: str
-    unit: str
     guard_field: str
 
     def allowed(self, guard: Guard) -> bool:
         return getattr(guard, self.guard_field) is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RateMeasure(_Measure):
+    """A share of requests that may not be greater with the canary."""
+
+    events: str
+    trials: str
+    unit: str
 
     def of(self, counts: Counts, risk: float) -> Rate:
         events, trials = self._pair(counts)
@@ -165,18 +169,12 @@ class RateMeasure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyMeasure:
+class LatencyMeasure(_Measure):
     """A median time that may not be greater with the canary."""
 
-    name: str
-    label: str
     histogram: str
     unit_ms: float
     slack_ms: float
-    guard_field: str
-
-    def allowed(self, guard: Guard) -> bool:
-        return getattr(guard, self.guard_field) is not None
 
     def of(self, counts: Counts, risk: float) -> tuple[float | None, float | None]:
         """Return the bounds of the median, in ms."""

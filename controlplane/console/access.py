@@ -19,7 +19,7 @@ from django.urls import reverse
 from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
-from controlplane.errors import ApiError, NotFound, PermissionDenied
+from controlplane.errors import ApiError, NotFound, PermissionDenied, require
 from controlplane.infra.request_lines import line_of, note
 from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
@@ -224,8 +224,7 @@ def choose_tenant(request: HttpRequest, tenant_id: str) -> None:
     """Switch the session to another tenant of the person. Raises NotFound if it is not theirs."""
     assert isinstance(request.user, User)
     chosen = next((t for t in tenants_of(request.user) if str(t.id) == tenant_id), None)
-    if chosen is None:
-        raise NotFound("There is no such tenant.")
+    chosen = require(chosen, "There is no such tenant.")
     request.session[SESSION_TENANT_KEY] = str(chosen.id)
 
 

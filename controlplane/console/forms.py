@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django import forms
+from django.contrib import messages
+from django.http import HttpRequest
 from django.utils import timezone
 
 from controlplane.adapters.models import BaseModel
+from controlplane.errors import ApiError, NotFound
 from controlplane.requestlog.models import LogPolicy
 from controlplane.requestlog.services import MAX_CONTENT_DAYS, MAX_METADATA_DAYS
 from controlplane.tenants.key_rules import KeyRules
@@ -41,6 +44,31 @@ SCOPE_LABELS: dict[Permission, str] = {
     Permission.MEMBERS_MANAGE: "manage members",
     Permission.TENANT_MANAGE: "change the tenant",
 }
+
+
+class ErrorsShown:
+    """A block of a view whose ApiError is shown, so that the code after the block runs.
+
+    target  a form: beside the field that the error names; the request: on the next page, unless the
+            error is NotFound, which is a page of its own
+    """
+
+    def __init__(self, target: forms.Form | HttpRequest) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, ApiError):
+            return False
+        if isinstance(self._target, forms.Form):
+            add_service_error(self._target, error.message, error.param)
+        elif isinstance(error, NotFound):
+            return False
+        else:
+            messages.error(self._target, error.message)
+        return True
 
 
 def add_service_error(form: forms.Form, message: str, param: str | None) -> None:

@@ -76,7 +76,7 @@ def _rate_commands(row: RateLimit) -> list[tuple[Any, ...]]:
     return [
         ("hmget", key, "r", "t"),
         ("zcount", f"{key}:run", now, "+inf"),
-        ("zcount", f"{key}:wait", now, "+inf"),
+        ("zcount", key + fair_queue.WAITING, now, "+inf"),
     ]
 
 

@@ -20,6 +20,7 @@ from django.db import models, transaction
 from django.utils import timezone
 
 from contract.messages import protocol
+from contract.queue import fair_queue
 from controlplane.adapters import deletion as adapters
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
 from controlplane.aliases.models import AliasRevision, is_current
@@ -139,14 +140,20 @@ def keys_delete(deletion: TenantDeletion, beat: Beat) -> None:
     """Delete the tenant's state in Redis: limits, budgets, ended requests, its place in queues."""
     tenant = str(deletion.tenant_id)
     with redis_client() as client:
-        found = [key for pattern in _KEYS for key in _scan(client, pattern.format(tenant=tenant))]
+        # Keys of all pools that have the tenant's id; its queues empty themselves.
+        patterns = (
+            fair_queue.limit_key("*", tenant, "*"),
+            fair_queue.budget_key("*", tenant, "*", "*"),
+        )
+        found = [key for pattern in patterns for key in _scan(client, pattern)]
         found += [key for key, state in _jobs(client, deletion) if state == b"done"]
         for some in _pieces(found):
             client.delete(*some)
             beat()
-        for key in _scan(client, f"q:{{{settings.POOL}}}:*:vt"):
+        queue = fair_queue.queue_key(settings.POOL, "*") + ":*"
+        for key in _scan(client, queue + fair_queue.LATELY):
             client.zrem(key, tenant)
-        for key in _scan(client, f"q:{{{settings.POOL}}}:*:skip"):
+        for key in _scan(client, queue + fair_queue.SKIPS):
             client.hdel(key, tenant)
         letters = protocol.dead_letter_key(settings.POOL)
         for entry_id, fields in client.xrange(letters):
@@ -154,10 +161,6 @@ def keys_delete(deletion: TenantDeletion, beat: Beat) -> None:
                 client.xdel(letters, entry_id)
     deletion.count("redis_keys", len(found))
     deletion.save(update_fields=["counts"])
-
-
-#: Keys of all pools that have the tenant's id; its queues empty themselves.
-_KEYS = ("lim:*:{tenant}:*", "bud:*:{tenant}:*")
 
 
 def _scan(client: Any, pattern: str) -> Iterator[bytes]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from controlplane.errors import Conflict
-from controlplane.evaluations.bounds import Interval, interval
-from controlplane.evaluations.decision import MAX_NATS, Metric, Pair, differences
+from controlplane.evaluations.decision import Metric, Pair, interval
 from controlplane.evaluations.models import Case, Evaluation, Result
 from controlplane.evaluations.suites import may_read
+from controlplane.infra.statistics import Interval
 from controlplane.tenants.auth import Principal
 
 #: Error of each side: both bounds together hold in 95 % of all comparisons.
@@ -144,19 +144,12 @@ def _per_token(result: Result) -> float | None:
 
 def _difference(metric: Metric, name: str, pairs: Sequence[Pair]) -> Difference | None:
     rows = [pair for pair in pairs if not name or pair.slice == name]
-    values = list(differences(rows, metric))
-    if not values:
+    found = interval(rows, metric, ALPHA, POWER)
+    if found is None:
         return None
-    is_score = metric == Metric.SCORE
-    befores = [pair.live_score if is_score else pair.live_logprob for pair in rows]
-    afters = [pair.score if is_score else pair.logprob for pair in rows]
-    most = 1.0 if is_score else MAX_NATS
+    afters, befores = zip(*(pair.of(metric) for pair in rows), strict=True)
     return Difference(
-        metric=metric,
-        slice=name,
-        before=_mean(befores),
-        after=_mean(afters),
-        interval=interval(values, worst=-most, best=most, alpha=ALPHA, power=POWER),
+        metric=metric, slice=name, before=_mean(befores), after=_mean(afters), interval=found
     )
 
 

@@ -2,7 +2,7 @@
 
 Both versions answered the same cases. Two things are compared: the checks' score, from 0 to 1, and
 the log-probability of each token of the expected answers, in nats, cut at `MAX_NATS` a case. With
-an interval for the mean difference (`bounds`):
+an interval for the mean difference (`statistics`):
 
 - promote: both lower bounds are above the smallest drop that matters, and no slice is worse;
 - reject:  one upper bound, of all cases or of a slice, is below 0, and the mean drop matters;
@@ -18,9 +18,8 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from statistics import NormalDist
 
-from controlplane.evaluations.bounds import Interval, interval
+from controlplane.infra.statistics import Interval, mean_interval, values_needed
 
 #: Largest weight of a case in nats, so that one unlikely token does not decide.
 MAX_NATS = 1.0
@@ -39,6 +38,11 @@ class Verdict(enum.StrEnum):
 class Metric(enum.StrEnum):
     SCORE = "score"
     LOGPROB = "logprob"
+
+    @property
+    def most(self) -> float:
+        """Return the largest difference of a case that counts."""
+        return MAX_NATS if self == Metric.LOGPROB else 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,12 @@ class Pair:
     logprob: float | None = None
     live_logprob: float | None = None
     is_leaked: bool = False
+
+    def of(self, metric: Metric) -> tuple[float | None, float | None]:
+        """Return the new version's value and the live one's."""
+        if metric == Metric.SCORE:
+            return self.score, self.live_score
+        return self.logprob, self.live_logprob
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,27 +182,22 @@ def _findings(pairs: Sequence[Pair], policy: Policy) -> list[Finding]:
 def _finding(
     pairs: Sequence[Pair], metric: Metric, name: str, drop: float, policy: Policy, alpha: float
 ) -> Finding | None:
-    values = list(differences(pairs, metric))
-    least = MIN_SLICE if name else MIN_CASES
-    if len(values) < least:
+    found = interval(pairs, metric, alpha, policy.power)
+    if found is None or found.num < (MIN_SLICE if name else MIN_CASES):
         return None
-    most = MAX_NATS if metric == Metric.LOGPROB else 1.0
-    found = interval(values, worst=-most, best=most, alpha=alpha, power=policy.power)
     return Finding(metric=metric, slice=name, interval=found, drop=drop)
 
 
-def differences(pairs: Iterable[Pair], metric: Metric) -> Iterable[float]:
-    """Yield the new version's value less the live one's, for the cases that have both."""
+def interval(pairs: Iterable[Pair], metric: Metric, alpha: float, power: float) -> Interval | None:
+    """Return the interval of the new version's values less the live one's, of cases with both."""
+    most, values = metric.most, []
     for pair in pairs:
-        new, live = (
-            (pair.score, pair.live_score)
-            if metric == Metric.SCORE
-            else (pair.logprob, pair.live_logprob)
-        )
-        if new is None or live is None or math.isnan(new - live):
-            continue
-        most = MAX_NATS if metric == Metric.LOGPROB else 1.0
-        yield min(most, max(-most, new - live))
+        new, live = pair.of(metric)
+        if new is not None and live is not None and not math.isnan(new - live):
+            values.append(min(most, max(-most, new - live)))
+    if not values:
+        return None
+    return mean_interval(values, worst=-most, best=most, alpha=alpha, power=power)
 
 
 _CALLED = {
@@ -224,11 +229,7 @@ def _worse(finding: Finding) -> str:
 def _unclear(finding: Finding, policy: Policy) -> str:
     name, unit = _CALLED[finding.metric]
     found = finding.interval
-    normal = NormalDist()
-    # The number for normal values with this spread; skewed ones need more.
-    error = (found.mean - found.low) / -normal.inv_cdf(policy.alpha)
-    z = normal.inv_cdf(policy.power) - normal.inv_cdf(policy.alpha)
-    needed = math.ceil(found.num * (z * error / finding.drop) ** 2)
+    needed = values_needed(found, finding.drop, policy.alpha, policy.power)
     more = f" About {needed} cases would show it." if needed > found.num else ""
     return (
         f"It is not shown that the mean {name} falls by less than {finding.drop:g}{unit}: it "

@@ -20,7 +20,7 @@ from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
 from controlplane.aliases import services as aliases
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias
-from controlplane.errors import ApiError, Conflict, NotFound, RateLimited
+from controlplane.errors import ApiError, Conflict, RateLimited, require
 from controlplane.evaluations import asking, batch_scores, services
 from controlplane.evaluations.comparison import interval_json, pair_of, paired
 from controlplane.evaluations.decision import Decision, Finding, Verdict, decide
@@ -63,7 +63,7 @@ Status = GateDecision.Status
 _TRAINED = (AdapterVersion.Source.TRAINING, AdapterVersion.Source.CHECKPOINT)
 
 
-def version_ready(adapter: Adapter, version: AdapterVersion, **_: Any) -> None:
+def version_ready(adapter: Adapter, version: AdapterVersion) -> None:
     """Begin the gate of a training's version, in the transaction that makes it ready.
 
     Uploaded versions wait until somebody begins their gate.
@@ -172,9 +172,7 @@ def _advance(gate: GateDecision) -> None:
 
 def _evaluate(gate: GateDecision, policy: GatePolicy) -> None:
     """Begin both evaluations; the live version's is not repeated."""
-    live = gate.version.adapter.live_version
-    if live is None:
-        raise NotFound("No version is live.")
+    live = require(gate.version.adapter.live_version, "No version is live.")
     suite_version = suite_version_get(suite=suite_get(name=policy.suite))
     with transaction.atomic():
         rows = GateDecision.objects.select_for_update().filter(pk=gate.pk, candidate=None)

@@ -13,7 +13,7 @@ from typing import Any
 from cryptography.fernet import InvalidToken
 from django.db import transaction
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.evaluations.models import Case, Judge
 from controlplane.events.audit.services import record
 from controlplane.infra import outbound
@@ -65,9 +65,7 @@ class NoMark(JudgeFailed):
 def judge_get(*, name: str, param: str | None = None) -> Judge:
     """Return the judge of this name. Raises NotFound."""
     found = Judge.objects.filter(name=name).first() if is_slug(name) else None
-    if found is None:
-        raise NotFound("There is no such judge.", param=param)
-    return found
+    return require(found, "There is no such judge.", param=param)
 
 
 @transaction.atomic

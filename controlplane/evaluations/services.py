@@ -13,7 +13,7 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from controlplane.adapters.models import Adapter
-from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
+from controlplane.errors import Conflict, InvalidRequest, RateLimited, require
 from controlplane.evaluations import asking
 from controlplane.evaluations.models import Evaluation, Result, SuiteVersion
 from controlplane.evaluations.suites import may_read
@@ -42,9 +42,7 @@ def evaluation_get(*, evaluation_id: uuid.UUID, param: str | None = None) -> Eva
     """Return an evaluation with its suite. Raises NotFound."""
     rows = Evaluation.objects.allowed().select_related("suite_version__suite")
     found = rows.filter(pk=evaluation_id).first()
-    if found is None:
-        raise NotFound("There is no such evaluation.", param=param)
-    return found
+    return require(found, "There is no such evaluation.", param=param)
 
 
 def results_of(evaluation: Evaluation, *, by: Principal) -> QuerySet[Result]:

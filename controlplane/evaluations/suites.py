@@ -13,7 +13,7 @@ from contract.process.line_reader import lines
 from contract.training import chat_rows
 from contract.training.row_messages import Row
 from controlplane.adapters.models import Adapter
-from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, Unavailable
+from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, require
 from controlplane.evaluations import checks
 from controlplane.evaluations.leakage import prompt_digest
 from controlplane.evaluations.models import Case, Evaluation, Suite, SuiteVersion
@@ -55,10 +55,8 @@ class Cases(NamedTuple):
 
 def suite_get(*, name: str, param: str | None = None) -> Suite:
     """Return the suite of this name. Raises NotFound."""
-    suite = Suite.objects.filter(name=name).first() if is_slug(name) else None
-    if suite is None:
-        raise NotFound("There is no such suite.", param=param)
-    return suite
+    found = Suite.objects.filter(name=name).first() if is_slug(name) else None
+    return require(found, "There is no such suite.", param=param)
 
 
 def suite_version_get(
@@ -67,9 +65,7 @@ def suite_version_get(
     """Return a version, without a number the newest one. Raises NotFound."""
     rows = SuiteVersion.objects.filter(suite=suite).select_related("suite").order_by("-number")
     found = (rows if number is None else rows.filter(number=min(number, 2**31 - 1))).first()
-    if found is None:
-        raise NotFound("There is no such version of the suite.", param=param)
-    return found
+    return require(found, "There is no such version of the suite.", param=param)
 
 
 def may_read(version: SuiteVersion, by: Principal) -> bool:
@@ -250,6 +246,7 @@ def _num_bytes(case: Case) -> int:
     return len(json.dumps([case.messages, case.expected, case.checks, case.slice]).encode())
 
 
+@storage.answering()
 def cases_of_dataset(
     *,
     name: str,
@@ -280,8 +277,6 @@ def cases_of_dataset(
         raise NotFound(
             "The dataset's rows were deleted. Upload them again.", param="dataset"
         ) from error
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
 
 
 def _cases_of_rows(

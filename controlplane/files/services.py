@@ -18,7 +18,7 @@ from django.db import close_old_connections, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from controlplane.errors import Conflict, InvalidRequest, NotFound, Unavailable, require
 from controlplane.events.audit.services import record
 from controlplane.files import contents
 from controlplane.files.contents import FileWriter
@@ -107,10 +107,8 @@ def files_list() -> QuerySet[File]:
 def file_get(public_id: str, *, param: str | None = None) -> File:
     """Return the ready file with this id. Raises NotFound."""
     pk = parse_id(File.PREFIX, public_id)
-    file = files_list().filter(pk=pk).first() if pk else None
-    if file is None:
-        raise NotFound("There is no such file.", param=param)
-    return file
+    found = files_list().filter(pk=pk).first() if pk else None
+    return require(found, "There is no such file.", param=param)
 
 
 @transaction.atomic
@@ -247,8 +245,7 @@ def upload_get(public_id: str) -> Upload:
     """Return the upload with this id. Raises NotFound."""
     pk = parse_id(Upload.PREFIX, public_id)
     upload = Upload.objects.select_related("file").filter(pk=pk).first() if pk else None
-    if upload is None:
-        raise NotFound("There is no such upload.")
+    upload = require(upload, "There is no such upload.")
     if upload.status == Upload.Status.ASSEMBLING and _is_left(upload.file):
         _reopen(upload, upload.file)
         upload.refresh_from_db()

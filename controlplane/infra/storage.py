@@ -20,6 +20,8 @@ from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from django.conf import settings
 
+from controlplane.errors import Unavailable
+
 #: The exceptions of every function here when the store fails or cannot be reached.
 STORAGE_ERRORS = (BotoCoreError, ClientError, Boto3Error)
 _PIECE_BYTES = 1 << 20
@@ -33,6 +35,15 @@ _COPYING = TransferConfig(multipart_threshold=256 << 20, multipart_chunksize=256
 
 class ObjectMissing(Exception):
     """Raised when there is no object under the key."""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Raise Unavailable in place of the store's errors in the block, for somebody who waits."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise Unavailable("The object store does not answer.") from error
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from controlplane.console.signin.adapters import SECOND_FACTORS
 from controlplane.evaluations import judge
 from controlplane.evaluations.models import Judge
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
-from controlplane.operator.service_key_views.models import ServiceKey
+from controlplane.operator.service_keys.models import ServiceKey
 from controlplane.requestlog import sealing
 from controlplane.requestlog.models import CapturePolicy, LogPolicy
 from controlplane.tenancy.scoping import all_tenants

@@ -10,7 +10,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.errors import NotFound
+from controlplane.errors import require
 from controlplane.events.audit.models import AuditEvent
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import TenantAPIView
@@ -60,7 +60,5 @@ class AuditEventView(TenantAPIView):
 
     @extend_schema(responses=AuditEventSerializer)
     def get(self, request: Request, event_id: uuid.UUID) -> Response:
-        event = AuditEvent.objects.filter(pk=event_id).first()
-        if event is None:
-            raise NotFound("There is no such event.")
+        event = require(AuditEvent.objects.filter(pk=event_id).first(), "There is no such event.")
         return Response(AuditEventSerializer(event).data)

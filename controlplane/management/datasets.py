@@ -9,15 +9,15 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.errors import InvalidRequest
 from controlplane.gateway.fine_tuning.dataset_files import dataset_from_file
-from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
+from controlplane.gateway.rest.paging import PAGE_PARAMETERS, Paging, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.training import DatasetSerializer
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training import preview, reports, services, versions
 from controlplane.training.models import DatasetVersion
 
+_PREVIEW = Paging(default_limit=10, max_limit=preview.MAX_PREVIEW)
 _LIMIT = OpenApiParameter(
     "limit", int, description=f"Largest number of rows, 1 to {preview.MAX_PREVIEW}; default 10."
 )
@@ -190,11 +190,6 @@ class DatasetPreviewView(TenantAPIView):
 
         Rows that were captured need requests:content, too.
         """
-        given = request.query_params.get("limit", "10")
-        limit = int(given) if given.isascii() and given.isdecimal() and len(given) < 5 else 0
-        if not 1 <= limit <= preview.MAX_PREVIEW:
-            raise InvalidRequest(
-                f"limit must be a number from 1 to {preview.MAX_PREVIEW}.", param="limit"
-            )
+        limit = _PREVIEW.limit(request)
         rows = preview.rows_preview(services.dataset_get(name=name), limit, by=self.principal)
         return Response({"object": "list", "data": rows})

@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.adapters.services import adapter_version_get
-from controlplane.errors import NotFound
+from controlplane.errors import require
 from controlplane.evaluations import gate
 from controlplane.evaluations.models import GateDecision
 from controlplane.management.base import TenantAPIView
@@ -60,8 +60,7 @@ class VersionGateView(TenantAPIView):
         version = adapter_version_get(name=name, number=number)
         rows = GateDecision.objects.allowed().filter(version=version)
         found = rows.select_related("version__adapter", "suite_version__suite").first()
-        if found is None:
-            raise NotFound("No gate compared this version.")
+        found = require(found, "No gate compared this version.")
         return Response(GateSerializer(found).data)
 
     @extend_schema(request=None, responses={202: GateSerializer})

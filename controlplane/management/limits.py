@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from django.db import IntegrityError, transaction
-from django.db.models import QuerySet
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.errors import Conflict, NotFound, PermissionDenied
+from controlplane.errors import NotFound
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.tenants.auth import Permission, Principal
-from controlplane.tenants.key_grants import check_limits_of
+from controlplane.tenants.auth import Permission
 from controlplane.tenants.key_services import api_key_get
 from controlplane.usage.limits import quotas, services
 from controlplane.usage.limits.models import Budget, RateLimit
 
-_T = TypeVar("_T")
 _MAX_INT, _MAX_BIGINT = 2**31 - 1, 2**63 - 1
 _KEY_HELP = "The public id of the key it applies to; null: all keys of the tenant."
 _MODEL_HELP = "`invoices` applies to every version, `invoices@3` to that one. Empty: all models."
-_OPERATORS = "Only the operator can set the limits of the whole tenant."
 
 
 _QUOTA_HELP = {
@@ -155,7 +149,7 @@ class LimitsView(TenantAPIView):
     @extend_schema("limits_list", PAGE_PARAMETERS, responses=page_of(LimitSerializer))
     def get(self, request: Request) -> Response:
         """List the limits of the tenant, of keys and of models."""
-        return page(request, _limits(), LimitSerializer)
+        return page(request, services.rate_limits(), LimitSerializer)
 
     @extend_schema("limits_set", request=LimitSetSerializer, responses=LimitSerializer)
     def put(self, request: Request) -> Response:
@@ -165,14 +159,11 @@ class LimitsView(TenantAPIView):
         of the whole tenant.
         """
         body = LimitSetSerializer.parsed(request)
-        if body["api_key"] is None and not body["model"]:
-            raise PermissionDenied(_OPERATORS)
-        row = _once(
-            lambda: services.rate_limit_set(
-                api_key_id=_key_id(self.principal, body["api_key"]),
-                model=body["model"],
-                **{name: body[name] for name in RateLimit.RATES if name in body},
-            )
+        row = services.rate_limit_set(
+            api_key_id=_key_id(body["api_key"]),
+            model=body["model"],
+            by=self.principal,
+            **{name: body[name] for name in RateLimit.RATES if name in body},
         )
         return Response(LimitSerializer(row).data)
 
@@ -182,24 +173,13 @@ class LimitView(TenantAPIView):
 
     @extend_schema(responses=LimitSerializer)
     def get(self, request: Request, limit_id: uuid.UUID) -> Response:
-        return Response(LimitSerializer(self._row(limit_id)).data)
+        return Response(LimitSerializer(services.rate_limit_get(limit_id=limit_id)).data)
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, limit_id: uuid.UUID) -> Response:
         """Remove these limits."""
-        row = self._row(limit_id)
-        if row.scope == "tenant":
-            raise PermissionDenied(_OPERATORS)
-        check_limits_of(self.principal, row.api_key)
-        services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
+        services.limit_remove(services.rate_limit_get(limit_id=limit_id), by=self.principal)
         return Response(status=204)
-
-    @staticmethod
-    def _row(limit_id: uuid.UUID) -> RateLimit:
-        row = _limits().filter(pk=limit_id).first()
-        if row is None:
-            raise NotFound("There is no such limit.")
-        return row
 
 
 class BudgetsView(TenantAPIView):
@@ -217,12 +197,11 @@ class BudgetsView(TenantAPIView):
         Fields left out stay as they are; null removes a limit.
         """
         body = BudgetSetSerializer.parsed(request)
-        row = _once(
-            lambda: services.budget_set(
-                api_key_id=_key_id(self.principal, body["api_key"]),
-                period=body["period"],
-                **{name: body[name] for name in ("hard_limit", "soft_limit") if name in body},
-            )
+        row = services.budget_set(
+            api_key_id=_key_id(body["api_key"]),
+            period=body["period"],
+            by=self.principal,
+            **{name: body[name] for name in ("hard_limit", "soft_limit") if name in body},
         )
         return Response(BudgetSerializer(row).data)
 
@@ -232,22 +211,13 @@ class BudgetView(TenantAPIView):
 
     @extend_schema(responses=BudgetSerializer)
     def get(self, request: Request, budget_id: uuid.UUID) -> Response:
-        return Response(BudgetSerializer(self._row(budget_id)).data)
+        return Response(BudgetSerializer(services.budget_get(budget_id=budget_id)).data)
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, budget_id: uuid.UUID) -> Response:
         """Remove this budget."""
-        row = self._row(budget_id)
-        check_limits_of(self.principal, row.api_key)
-        services.budget_remove(api_key_id=row.api_key_id, period=row.period)
+        services.limit_remove(services.budget_get(budget_id=budget_id), by=self.principal)
         return Response(status=204)
-
-    @staticmethod
-    def _row(budget_id: uuid.UUID) -> Budget:
-        row = Budget.objects.select_related("api_key").filter(pk=budget_id).first()
-        if row is None:
-            raise NotFound("There is no such budget.")
-        return row
 
 
 class QuotaView(TenantAPIView):
@@ -257,30 +227,10 @@ class QuotaView(TenantAPIView):
         return Response(QuotaSerializer(quotas.quota_state()).data)
 
 
-def _limits() -> QuerySet[RateLimit]:
-    """Return the limits for all models, and those for models that the caller may name."""
-    rows = RateLimit.objects.filter(model="") | RateLimit.objects.allowed()
-    return rows.select_related("api_key")
-
-
-def _key_id(by: Principal, public_id: str | None) -> Any:
-    """Return the row id of the key whose limits the caller sets; None for no key."""
-    if public_id is None:
-        check_limits_of(by, None)
-        return None
+def _key_id(public_id: str | None) -> uuid.UUID | None:
+    """Return the row id of a key; None for no key. Raises NotFound with the field."""
     try:
-        api_key = api_key_get(public_id=public_id)
-        check_limits_of(by, api_key)
-    except (NotFound, PermissionDenied) as error:
+        return api_key_get(public_id=public_id).pk if public_id is not None else None
+    except NotFound as error:
         error.param = "api_key"
         raise
-    return api_key.pk
-
-
-def _once(write: Callable[[], _T]) -> _T:
-    """Write a row. Raises Conflict when another request made the same row at the same time."""
-    try:
-        with transaction.atomic():
-            return write()
-    except IntegrityError as error:
-        raise Conflict("Another request is setting the same limit. Try again.") from error

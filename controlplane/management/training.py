@@ -18,7 +18,7 @@ from rest_framework.response import Response
 from contract.training.job import Hyperparameters
 from controlplane.adapters.services import adapter_get
 from controlplane.deletion import services as deletion
-from controlplane.errors import InvalidRequest, NotFound, PayloadTooLarge
+from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, flag, is_forced
 from controlplane.management.fields import ChoiceField
@@ -274,18 +274,10 @@ class TrainingRunsView(TenantAPIView):
         return Response(TrainingRunSerializer(run).data, status=201)
 
 
-def _run(run_id: uuid.UUID) -> TrainingRun:
-    rows = TrainingRun.objects.allowed().select_related(*_RELATED)
-    run = rows.filter(pk=run_id).first()
-    if run is None:
-        raise NotFound("There is no such training run.")
-    return run
-
-
 class TrainingRunView(TenantAPIView):
     @extend_schema(responses=TrainingRunSerializer)
     def get(self, request: Request, run_id: uuid.UUID) -> Response:
-        return Response(TrainingRunSerializer(_run(run_id)).data)
+        return Response(TrainingRunSerializer(services.training_run_get(run_id=run_id)).data)
 
 
 class TrainingRunCancelView(TenantAPIView):
@@ -294,7 +286,7 @@ class TrainingRunCancelView(TenantAPIView):
     @extend_schema(request=None, responses=TrainingRunSerializer)
     def post(self, request: Request, run_id: uuid.UUID) -> Response:
         """Cancel a run that is queued or running; it is `cancelled` within seconds."""
-        run = services.training_run_cancel(run=_run(run_id))
+        run = services.training_run_cancel(run=services.training_run_get(run_id=run_id))
         return Response(TrainingRunSerializer(run).data)
 
 

@@ -16,9 +16,9 @@ from controlplane.errors import PermissionDenied
 from controlplane.events.audit.services import record_named
 from controlplane.gateway.rest.views import RowAPIView
 from controlplane.management.base import ManagementAPIView
-from controlplane.operator.service_key_views import auth
-from controlplane.operator.service_key_views.auth import Operator
-from controlplane.operator.service_key_views.scopes import Scope
+from controlplane.operator.service_keys import auth
+from controlplane.operator.service_keys.auth import Operator
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import idempotency
 from controlplane.tenants.models import OperatorIdempotencyRecord, User

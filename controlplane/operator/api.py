@@ -15,7 +15,7 @@ from controlplane.adapters.models import BaseModel
 from controlplane.adapters.services import base_model_activate, base_model_shutdown_set
 from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.tenants import tenant_delete, tenant_restore
-from controlplane.errors import InvalidRequest, NotFound, from_fields
+from controlplane.errors import InvalidRequest, NotFound, from_fields, require
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
 from controlplane.management.adapters import BaseModelSerializer
 from controlplane.management.base import StrictSerializer
@@ -29,7 +29,7 @@ from controlplane.management.limits import (
 from controlplane.management.people import TenantSerializer
 from controlplane.operator import pool, provisioning
 from controlplane.operator.access import OperatorAPIView as OperatorAPIView
-from controlplane.operator.service_key_views.scopes import Scope
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.operator.tenant_document import ProvisionedSerializer, TenantDocumentSerializer
 from controlplane.queue import dead_letters
 from controlplane.queue.models import DeadLetter
@@ -305,8 +305,7 @@ class BaseModelView(OperatorAPIView):
     def patch(self, request: Request, name: str) -> Response:
         """Switch a base model and its adapters off or on, or set the shutdown date."""
         row = BaseModel.objects.filter(name=name).first() if is_slug(name) else None
-        if row is None:
-            raise NotFound("There is no such base model.")
+        row = require(row, "There is no such base model.")
         body = BaseModelChangeSerializer.parsed(request)
         with transaction.atomic():
             if "is_active" in body:
@@ -391,10 +390,8 @@ class DeadLetterRequeueView(OperatorAPIView):
 
 def _letter(letter_id: uuid.UUID) -> DeadLetter:
     """Return the letter with its tenant. Raises NotFound."""
-    letter = DeadLetter.objects.select_related("tenant").filter(pk=letter_id).first()
-    if letter is None:
-        raise NotFound("There is no such dead letter.")
-    return letter
+    found = DeadLetter.objects.select_related("tenant").filter(pk=letter_id).first()
+    return require(found, "There is no such dead letter.")
 
 
 class QuarantineView(OperatorAPIView):
@@ -433,10 +430,8 @@ def _is_dry_run(request: Request) -> bool:
 def tenant_get(slug: str) -> Tenant:
     """Return the tenant. Raises NotFound."""
     rows = Tenant.objects.exclude(status=Tenant.Status.DELETED)
-    tenant = rows.filter(slug=slug).first() if is_slug(slug) else None
-    if tenant is None:
-        raise NotFound("There is no such tenant.")
-    return tenant
+    found = rows.filter(slug=slug).first() if is_slug(slug) else None
+    return require(found, "There is no such tenant.")
 
 
 def tenant_to_change(slug: str) -> Tenant:

@@ -31,7 +31,7 @@ from controlplane.management.base import TenantAPIView, is_forced
 from controlplane.operator.access import OperatorAccess
 from controlplane.operator.api import tenant_get, tenant_to_change
 from controlplane.operator.principal import OperatorPrincipal
-from controlplane.operator.service_key_views.scopes import Scope
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenants.permissions import DEVELOPER, Permission
 
 #: Permissions of an operator in a tenant by scope, for the views of /api/v1. Keys that the scope

@@ -83,7 +83,7 @@ def queues() -> list[dict[str, Any]]:
     with redis_client() as client:
         for key in sorted(client.smembers(fair_queue.queues_key(settings.POOL))):
             name = key.decode()
-            requests, tokens = client.hmget(f"{name}:sums", "n", "*")
+            requests, tokens = client.hmget(name + fair_queue.SUMS, "n", "*")
             row: dict[str, Any] = {
                 "base_model": name.removeprefix(fair_queue.queue_key(settings.POOL, "")),
                 "waiting_requests": int(requests or 0),

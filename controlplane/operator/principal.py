@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from controlplane.operator.service_key_views.auth import Operator
-from controlplane.operator.service_key_views.models import ServiceKey
+from controlplane.operator.service_keys.auth import Operator
+from controlplane.operator.service_keys.models import ServiceKey
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import Role, Tenant
 

@@ -18,12 +18,12 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_create
-from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound
+from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, require
 from controlplane.events.audit.services import record_named, recorded_at_end
 from controlplane.infra.locks import lock_until_commit
 from controlplane.operator.principal import OperatorPrincipal
-from controlplane.operator.service_key_views.auth import Operator
-from controlplane.operator.service_key_views.scopes import Scope
+from controlplane.operator.service_keys.auth import Operator
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import key_grants, key_services, people, services
 from controlplane.tenants.invite_mail import invite_send, invite_url
@@ -312,8 +312,7 @@ def _adapter(path: str, entry: _Document, outcome: Provisioned) -> None:
 def _schedule(path: str, entry: _Document, outcome: Provisioned) -> None:
     name = entry["adapter"]
     adapter = Adapter.objects.filter(name=name).first()
-    if adapter is None:
-        raise NotFound("There is no such adapter.", param="adapter")
+    adapter = require(adapter, "There is no such adapter.", param="adapter")
     known = Schedule.objects.filter(adapter=adapter).first()
     before = settings_changed(known, {}) if known else None
     changed = {field: value for field, value in entry.items() if field != "adapter"}

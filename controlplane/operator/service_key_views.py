@@ -14,9 +14,9 @@ from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
 from controlplane.management.tenants import ApiKeyRotateSerializer
 from controlplane.operator.access import OperatorAPIView
-from controlplane.operator.service_key_views import services
-from controlplane.operator.service_key_views.models import ServiceKey
-from controlplane.operator.service_key_views.scopes import SCOPES
+from controlplane.operator.service_keys import services
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import SCOPES
 from controlplane.tenants.key_rules import MAX_ALLOWED
 
 _SCOPES_HELP = "The key's scopes. A write scope also allows reading the same objects."

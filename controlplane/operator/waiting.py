@@ -53,7 +53,7 @@ def class_queues() -> list[ClassQueue]:
         for key in sorted(client.smembers(fair_queue.queues_key(pool))):
             queue = key.decode()
             base_model = queue.removeprefix(fair_queue.queue_key(pool, ""))
-            sums = client.hgetall(f"{queue}:sums")
+            sums = client.hgetall(queue + fair_queue.SUMS)
             for name, letter in CLASSES.items():
                 found.append(_read(client, queue, base_model, name, letter, sums, now))
     return found

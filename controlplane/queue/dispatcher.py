@@ -172,12 +172,7 @@ class Dispatcher:
             try:
                 await self._cancel(
                     keys=[protocol.job_key(self._pool, request_id)],
-                    args=[
-                        message.encode(),
-                        protocol.CONTROL_STREAM_MAX_LEN,
-                        protocol.control_key(self._pool, ""),
-                        protocol.DONE_JOB_TTL_S,
-                    ],
+                    args=[self._pool, message.encode()],
                 )
                 return
             except REDIS_OUTAGE as error:

@@ -89,7 +89,7 @@ def _values(
 
 
 def _sums(client: Any, key: bytes) -> tuple[int, int]:
-    requests, tokens = client.hmget(key + b":sums", "n", "*")
+    requests, tokens = client.hmget(key + fair_queue.SUMS.encode(), "n", "*")
     return int(requests or 0), int(tokens or 0)
 
 

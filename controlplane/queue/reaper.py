@@ -235,7 +235,7 @@ class Reaper:
                     seized = _Seized(lease, attempt, 0, 0, 0, bool(cancel))
                     self._end(job, REAPER, entry_id, seized)
                     REAPED.labels("unserved").inc()
-        self._redis.zrem(f"{queue}:idle", REAPER)
+        self._redis.zrem(queue + fair_queue.IDLE, REAPER)
 
 
 def _final_event(

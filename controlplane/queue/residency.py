@@ -231,12 +231,12 @@ def _ready(parts: Iterable[Part]) -> list[AdapterVersion]:
     return found
 
 
-def on_switch(*, version: AdapterVersion, **_: Any) -> None:
+def on_switch(version: AdapterVersion) -> None:
     """Have the workers hold a version that has just become live, whatever the cause."""
     _hold([version])
 
 
-def on_ramp_step(*, parts: Sequence[Part], **_: Any) -> None:
+def on_ramp_step(parts: Sequence[Part]) -> None:
     """Have the workers hold what an alias names after a step of its ramp."""
     _hold(_ready(parts))
 

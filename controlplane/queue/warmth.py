@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django.conf import settings
@@ -68,14 +68,10 @@ def of_aliases() -> Iterable[Wanted]:
             yield Wanted(version, part.revision.warmth)
 
 
-#: Each returns what is to be kept, of all tenants.
-SOURCES: list[Callable[[], Iterable[Wanted]]] = [of_aliases]
-
-
 def wanted() -> list[Wanted]:
     """Return what is to be kept: first one of each tenant, then a second one, and so on."""
     with all_tenants(reason="adapters of all tenants are kept warm"):
-        found = [item for source in SOURCES for item in source()]
+        found = list(of_aliases())
     found.sort(key=lambda item: (item.warmth != PINNED, str(item.version.pk)))
     turns: dict[int, list[Wanted]] = {}
     seen: set[tuple[uuid.UUID, str]] = set()

@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from contract.messages.tool_calls import read_calls
 from contract.training.row_messages import WrongRow, read_row
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, NotFound, require
 from controlplane.events.audit.services import record, record_named
 from controlplane.infra.metrics import FEEDBACK
 from controlplane.requestlog import sealing
@@ -111,9 +111,7 @@ def captured_get(*, request_id: str) -> CapturedRequest:
     """Return a captured request that has not expired. Raises NotFound."""
     rows = Filter(only="any").rows()
     found = None if "\0" in request_id else rows.filter(request_id=request_id).first()
-    if found is None:
-        raise NotFound("No such request was captured.")
-    return found
+    return require(found, "No such request was captured.")
 
 
 def row_of(captured: CapturedRequest, policy: CapturePolicy) -> dict[str, Any]:

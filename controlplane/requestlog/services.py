@@ -11,7 +11,7 @@ from typing import Any
 from django.db import transaction
 from django.utils import timezone
 
-from controlplane.errors import InvalidRequest, NotFound
+from controlplane.errors import InvalidRequest, NotFound, require
 from controlplane.events.audit.services import record
 from controlplane.requestlog import sealing
 from controlplane.requestlog.inference_request import InferenceRequest
@@ -201,6 +201,4 @@ def request_get(*, request_id: str) -> InferenceRequest:
     row = None
     if "\0" not in request_id:
         row = InferenceRequest.objects.allowed().filter(request_id=request_id).first()
-    if row is None:
-        raise NotFound("There is no such request, or it has not ended.")
-    return row
+    return require(row, "There is no such request, or it has not ended.")

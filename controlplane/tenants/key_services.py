@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, NotFound, require
 from controlplane.events.audit.services import record
 from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
@@ -95,10 +95,7 @@ def api_key_get(*, public_id: str) -> ApiKey:
     if not (public_id.isascii() and public_id.isalnum()):
         raise NotFound("There is no such key.")
     rows = ApiKey.objects.select_related("owner__user", "service_account", "parent")
-    api_key = rows.filter(public_id=public_id).first()
-    if api_key is None:
-        raise NotFound("There is no such key.")
-    return api_key
+    return require(rows.filter(public_id=public_id).first(), "There is no such key.")
 
 
 @transaction.atomic

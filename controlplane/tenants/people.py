@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation
+from controlplane.errors import Conflict, InvalidRequest, NotFound, from_validation, require
 from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, current_tenant_id, tenant_scope
 from controlplane.tenants.auth import Principal, authorize_grant
@@ -44,9 +44,7 @@ MAX_PENDING_INVITES = 1000
 def member_get(*, member_id: uuid.UUID) -> Membership:
     """Return the member. Raises NotFound."""
     found = Membership.objects.select_related("user").filter(pk=member_id).first()
-    if found is None:
-        raise NotFound("There is no such member.")
-    return found
+    return require(found, "There is no such member.")
 
 
 @transaction.atomic
@@ -117,10 +115,7 @@ def invite_create(*, by: Principal, email: str, role: Role) -> tuple[Invite, str
 
 def invite_get(*, invite_id: uuid.UUID) -> Invite:
     """Return the invite. Raises NotFound."""
-    invite = Invite.objects.filter(pk=invite_id).first()
-    if invite is None:
-        raise NotFound("There is no such invite.")
-    return invite
+    return require(Invite.objects.filter(pk=invite_id).first(), "There is no such invite.")
 
 
 @transaction.atomic
@@ -179,10 +174,8 @@ def invite_accept(*, token: str, user: User) -> Membership:
 
 def service_account_get(*, account_id: uuid.UUID) -> ServiceAccount:
     """Return the service account. Raises NotFound."""
-    account = ServiceAccount.objects.filter(pk=account_id).first()
-    if account is None:
-        raise NotFound("There is no such service account.")
-    return account
+    found = ServiceAccount.objects.filter(pk=account_id).first()
+    return require(found, "There is no such service account.")
 
 
 @transaction.atomic
@@ -254,8 +247,7 @@ def _lock_with_managers(member_id: uuid.UUID) -> tuple[Membership, list[Membersh
     rows = Membership.objects.select_for_update(of=("self",)).select_related("user")
     found = list(rows.filter(wanted).order_by("pk"))
     member = next((row for row in found if row.pk == member_id), None)
-    if member is None:
-        raise NotFound("There is no such member.")
+    member = require(member, "There is no such member.")
     return member, [row for row in found if row.pk != member_id and row.user.is_active]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from contract.adapters.peft_config import UPLOAD_LIMITS, load_json
 from contract.adapters.problems import AdapterProblems
 from controlplane.adapters.models import AdapterVersion
-from controlplane.errors import Unavailable
 from controlplane.infra import storage
 from controlplane.training.models import TrainingRun
 
@@ -64,6 +63,7 @@ def _side(version: AdapterVersion) -> Side:
     return Side(version=version, run=runs.first(), config=_config(version))
 
 
+@storage.answering()
 def _config(version: AdapterVersion) -> Mapping[str, Any] | None:
     has_files = version.status in (Status.READY, Status.RETIRED) and version.removed_at is None
     if not has_files or not version.digest:
@@ -75,8 +75,6 @@ def _config(version: AdapterVersion) -> Mapping[str, Any] | None:
         return None
     except AdapterProblems:  # somebody else wrote to the store
         return None
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
 
 
 def _areas(side: Side) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,6 +1,6 @@
 """The training's side of scoring a run's new adapter in its batch.
 
-Packages above this one define the scores (`JUDGES`). The child reads the definition in the run's
+Packages above this one define the scores (`judges`). The child reads the definition in the run's
 own folder, and writes the scores beside the run's adapter (`contract.training.judging`); nothing of
 a run lies in another's folder.
 """
@@ -17,6 +17,7 @@ from django.conf import settings
 from contract.training.judging import BadJudgingFile, BatchScores, read_scores
 from controlplane.adapters.models import AdapterVersion
 from controlplane.infra import storage
+from controlplane.infra.hooks import Hook
 from controlplane.training import events
 from controlplane.training.lease import with_retry
 from controlplane.training.models import TrainingRun
@@ -26,7 +27,7 @@ Status = TrainingRun.Status
 
 
 class Judge(Protocol):
-    """A hook for scores of a higher package. It may be repeated, and raises the stores' errors."""
+    """Scores of a higher package. It may be repeated, and raises the stores' errors."""
 
     def wants(self, run: TrainingRun) -> bool:
         """Return whether the run's new version is to be scored."""
@@ -42,14 +43,14 @@ class NothingGiven(Exception):
     """Nothing can be scored; the message is for the run's owner."""
 
 
-JUDGES: list[Judge] = []
+judges = Hook[[], Judge]()
 
 
 def judge_folder(run: TrainingRun, folder: Path) -> Path | None:
     """Write the cases for the scores of the adapter into the folder; None: nothing scores it."""
     path = folder / _FOLDER
     shutil.rmtree(path, ignore_errors=True)
-    for judge in JUDGES:
+    for judge in judges():
         if not with_retry(run, Status.RUNNING, functools.partial(judge.wants, run)):
             continue
         try:
@@ -77,7 +78,7 @@ def scores_keep(run: TrainingRun, version: AdapterVersion, output: Path) -> None
     if found is None and (output.parent / _FOLDER).is_dir():
         found = "the trainer wrote none"
     if isinstance(found, BatchScores):
-        for judge in JUDGES:
+        for judge in judges():
             take = functools.partial(judge.take, run, version, found)
             why_not = with_retry(run, Status.PUBLISHING, take)
     elif found is not None:

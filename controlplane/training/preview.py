@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from contract.training.chat_rows import MAX_LINE_BYTES
-from controlplane.errors import Conflict, Unavailable
+from controlplane.errors import Conflict
 from controlplane.infra import storage
 from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.training import contents
@@ -16,6 +16,7 @@ from controlplane.training.models import Dataset
 MAX_PREVIEW = 100
 
 
+@storage.answering()
 def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[str, Any]]:
     """Return up to `limit` rows with their lines' numbers; fewer if they are long.
 
@@ -33,8 +34,6 @@ def rows_preview(dataset: Dataset, limit: int, *, by: Principal) -> list[dict[st
                 break
     except storage.ObjectMissing as error:
         raise Conflict("The rows were replaced just now: repeat the request.") from error
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
     lines = content.split(b"\n")
     if len(content) == most:
         lines.pop()  # the last one is incomplete

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable
 
 from django.db import transaction
 from django.utils import timezone
@@ -11,6 +10,7 @@ from django.utils import timezone
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.ingest import version_drop
 from controlplane.adapters.models import AdapterVersion
+from controlplane.infra.hooks import Hook
 from controlplane.training.attempt import Attempt
 from controlplane.training.endings import Fault, run_finish, run_give_back
 from controlplane.training.lease import PUBLISHING_LEASE, RunLease
@@ -22,8 +22,8 @@ LOOK_AGAIN = dt.timedelta(seconds=15)
 Status = TrainingRun.Status
 
 #: Called with a run whose version is ready, before it succeeds: may be repeated, and raises what
-#: the store raises. Packages above this one add what they make of a run.
-BEFORE_SUCCESS: list[Callable[[TrainingRun], None]] = []
+#: the store raises.
+before_success = Hook[[TrainingRun], None]()
 
 
 @transaction.atomic
@@ -60,8 +60,7 @@ def run_conclude(run: TrainingRun, version: AdapterVersion | None) -> None:
     elif version is None:
         run_give_back(run, Status.PUBLISHING)
     elif version.status in {AdapterVersion.Status.READY, AdapterVersion.Status.RETIRED}:
-        for prepare in BEFORE_SUCCESS:
-            prepare(run)
+        before_success(run)
         run_finish(run, Status.PUBLISHING, Status.SUCCEEDED)
     elif version.status == AdapterVersion.Status.REJECTED:
         reasons = "; ".join(f"{reason['field']}: {reason['message']}" for reason in version.reasons)

@@ -19,7 +19,7 @@ from django.db import transaction
 from django.db.models import Q, Sum
 from django.utils import timezone
 
-from controlplane.errors import InvalidRequest, Unavailable
+from controlplane.errors import InvalidRequest
 from controlplane.infra import storage
 from controlplane.infra.metrics import TRAINING_STATES
 from controlplane.infra.outages import DATABASE_OUTAGE, STORE_OUTAGE
@@ -71,11 +71,9 @@ def _forget(run: TrainingRun) -> None:
 
 def states_forget(runs: list[TrainingRun]) -> None:
     """Forget the states of runs that are deleted. Raises Unavailable."""
-    try:
+    with storage.answering():
         for run in runs:
             _forget(run)
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
 
 
 def states_sweep() -> None:

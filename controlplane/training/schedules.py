@@ -30,7 +30,7 @@ from django.db.models.functions import RowNumber
 from django.utils import timezone
 
 from controlplane.adapters.models import is_serving
-from controlplane.errors import Conflict, NotFound, RateLimited
+from controlplane.errors import Conflict, RateLimited, require
 from controlplane.events.audit.services import record
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant, User
@@ -245,8 +245,7 @@ def schedule_run_now(schedule: Schedule, *, created_by: User | None = None) -> S
     """
     rows = Schedule.objects.filter(pk=schedule.pk)
     found = rows.select_related(*_RELATED).select_for_update(of=("self",)).first()
-    if found is None:
-        raise NotFound("The adapter has no schedule.")
+    found = require(found, "The adapter has no schedule.")
     if rows.filter(Exists(_going())).exists():
         raise Conflict(
             "A training run of the adapter has not ended: wait, or cancel it.", code="run_active"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import logging
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from controlplane.errors import (
     InvalidRequest,
     NotFound,
     PayloadTooLarge,
-    Unavailable,
+    require,
 )
 from controlplane.events.audit.services import record
 from controlplane.infra import storage
@@ -100,19 +101,15 @@ def rows_store(content: bytes, *, has_requests: bool = False) -> contents.Rows:
         raise InvalidRequest(found.complaint, param="body", code="invalid_dataset")
     sha256 = hashlib.sha256(content).hexdigest()
     contents.content_begin(tenant_id, sha256, len(content), has_requests=has_requests)
-    try:
+    with storage.answering():
         storage.put_bytes(dataset_key(tenant_id, sha256), content)
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
     return contents.Rows(sha256=sha256, num_bytes=len(content), num_rows=found.num_rows)
 
 
 def dataset_get(*, name: str, param: str | None = None) -> Dataset:
     """Return the dataset of this name. Raises NotFound."""
-    dataset = Dataset.objects.filter(name=name).first() if is_slug(name) else None
-    if dataset is None:
-        raise NotFound("There is no such dataset.", param=param)
-    return dataset
+    found = Dataset.objects.filter(name=name).first() if is_slug(name) else None
+    return require(found, "There is no such dataset.", param=param)
 
 
 def dataset_version_get(
@@ -129,10 +126,8 @@ def dataset_version_get(
 
 def _locked(dataset: Dataset) -> Dataset:
     """Return the dataset as it is until the transaction ends. Raises NotFound."""
-    locked = Dataset.objects.select_for_update().filter(pk=dataset.pk).first()
-    if locked is None:
-        raise NotFound("There is no such dataset.", param="dataset")
-    return locked
+    found = Dataset.objects.select_for_update().filter(pk=dataset.pk).first()
+    return require(found, "There is no such dataset.", param="dataset")
 
 
 def training_run_create(
@@ -375,20 +370,24 @@ def _audit_fields(schedule: Schedule) -> dict[str, Any]:
     }
 
 
+def training_run_get(*, run_id: uuid.UUID) -> TrainingRun:
+    """Return the run with what it names. Raises NotFound."""
+    related = ("adapter", "dataset", "validation_dataset", "version", "created_by")
+    found = TrainingRun.objects.allowed().select_related(*related).filter(pk=run_id).first()
+    return require(found, "There is no such training run.")
+
+
 def schedule_get(*, adapter: Adapter) -> Schedule:
     """Return the adapter's schedule. Raises NotFound."""
-    schedule = Schedule.objects.filter(adapter=adapter).select_related("adapter", "dataset").first()
-    if schedule is None:
-        raise NotFound("The adapter has no schedule.")
-    return schedule
+    found = Schedule.objects.filter(adapter=adapter).select_related("adapter", "dataset").first()
+    return require(found, "The adapter has no schedule.")
 
 
 @transaction.atomic
 def schedule_delete(*, adapter: Adapter) -> None:
     """Delete the adapter's schedule; runs that it started continue. Raises NotFound."""
     schedule = Schedule.objects.select_for_update().filter(adapter=adapter).first()
-    if schedule is None:
-        raise NotFound("The adapter has no schedule.")
+    schedule = require(schedule, "The adapter has no schedule.")
     record("deleted", schedule, before=_audit_fields(schedule))
     schedule.delete()
 

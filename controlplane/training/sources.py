@@ -12,7 +12,7 @@ from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
 from controlplane.infra import outbound
 from controlplane.infra.outbound_policy import Refused
@@ -131,8 +131,7 @@ def next_slot(cron_line: str, timezone_name: str) -> dt.datetime | None:
 def source_get(*, name: str) -> DatasetSource:
     """Return the source of the dataset of this name. Raises NotFound."""
     found = DatasetSource.objects.filter(name=name).first() if is_slug(name) else None
-    if found is None:
-        raise NotFound("The dataset has no source.")
+    found = require(found, "The dataset has no source.")
     _check_place(found.kind, found.place)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from django.db import connection, transaction
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
 from controlplane.events.outbox.models import CHOOSABLE, EventType
 from controlplane.events.outbox.services import publish
@@ -55,10 +55,8 @@ def webhook_create(
 
 def webhook_get(*, webhook_id: uuid.UUID) -> WebhookEndpoint:
     """Return the webhook. Raises NotFound."""
-    endpoint = WebhookEndpoint.objects.filter(pk=webhook_id).first()
-    if endpoint is None:
-        raise NotFound("There is no such webhook.")
-    return endpoint
+    found = WebhookEndpoint.objects.filter(pk=webhook_id).first()
+    return require(found, "There is no such webhook.")
 
 
 def webhook_update(*, webhook_id: uuid.UUID, changes: dict[str, Any]) -> WebhookEndpoint:
@@ -147,8 +145,7 @@ def delivery_redeliver(*, webhook_id: uuid.UUID, delivery_id: uuid.UUID) -> Webh
     """
     endpoint = _locked(webhook_id)
     delivery = endpoint.deliveries.filter(pk=delivery_id).first()
-    if delivery is None:
-        raise NotFound("There is no such delivery.")
+    delivery = require(delivery, "There is no such delivery.")
     if not endpoint.is_enabled:
         raise Conflict("The webhook is disabled: enable it first.")
     delivery.status, delivery.attempts = Status.PENDING, 0
@@ -166,10 +163,8 @@ def pending_cancel(endpoint: WebhookEndpoint) -> None:
 
 
 def _locked(webhook_id: uuid.UUID) -> WebhookEndpoint:
-    endpoint = WebhookEndpoint.objects.select_for_update().filter(pk=webhook_id).first()
-    if endpoint is None:
-        raise NotFound("There is no such webhook.")
-    return endpoint
+    found = WebhookEndpoint.objects.select_for_update().filter(pk=webhook_id).first()
+    return require(found, "There is no such webhook.")
 
 
 def _checked_url(url: str) -> str:

@@ -21,8 +21,10 @@ def test_includes_and_constants_are_filled_in() -> None:
     assert "local function finish(" in publish
     assert f"{OUTPUT_WEIGHT} * output" in publish
     assert f"> {MAX_ATTEMPTS} then" in publish
+    assert "'HSET', 'quar:{' .. pool .. '}', digest" in publish
+    assert "local job = 'job:{' .. pool .. '}:' .. id\n" in scripts.load("pull")
     for name in NAMES:
-        assert re.findall(r"--#include.*|\{[A-Z_]+\}", scripts.load(name)) == []
+        assert re.findall(r"--#include.*|\{[A-Z_]+\}|_key\(", scripts.load(name)) == []
 
 
 def test_each_is_found_where_the_package_is_only_copied(tmp_path: Path) -> None:

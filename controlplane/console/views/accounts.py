@@ -12,8 +12,7 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from controlplane.console.access import ConsoleRequest, Member, member_page
-from controlplane.console.forms import ServiceAccountForm, add_service_error
-from controlplane.errors import ApiError
+from controlplane.console.forms import ErrorsShown, ServiceAccountForm
 from controlplane.tenants import people
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.models import Role, ServiceAccount
@@ -30,16 +29,13 @@ def accounts(request: ConsoleRequest) -> HttpResponse:
 def create_account(request: ConsoleRequest) -> HttpResponse:
     form = ServiceAccountForm(request.POST, roles=request.member.grantable_roles)
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             made = people.service_account_create(
                 by=request.member.principal,
                 name=form.cleaned_data["name"],
                 role=Role(form.cleaned_data["role"]),
                 description=form.cleaned_data["description"],
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, f"“{made.name}” is made. Create its key under API keys.")
             return redirect("console:accounts")
     context = _context(request.member) | {"form": form}
@@ -55,16 +51,13 @@ def account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
     roles = request.member.grantable_roles
     form = ServiceAccountForm(request.POST or None, initial=initial, roles=roles, is_new=False)
     if request.method == "POST" and form.is_valid():
-        try:
+        with ErrorsShown(form):
             people.service_account_update(
                 by=request.member.principal,
                 account_id=account_id,
                 role=Role(form.cleaned_data["role"]),
                 description=form.cleaned_data["description"],
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, f"“{found.name}” is changed.")
             return redirect("console:accounts")
     context = {"account": found, "form": form, "keys": found.keys.filter(revoked_at=None)}
@@ -77,11 +70,8 @@ def account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
 def delete_account(request: ConsoleRequest, account_id: uuid.UUID) -> HttpResponse:
     """Delete a service account and revoke its keys."""
     found = people.service_account_get(account_id=account_id)
-    try:
+    with ErrorsShown(request):
         people.service_account_delete(by=request.member.principal, account_id=account_id)
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
         messages.success(request, f"“{found.name}” is deleted, and its keys are revoked.")
     return redirect("console:accounts")
 

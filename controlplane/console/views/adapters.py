@@ -7,7 +7,7 @@ from typing import Any
 from django.conf import settings
 from django.contrib import messages
 from django.http import Http404, HttpResponse
-from django.shortcuts import get_object_or_404, redirect, render
+from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.adapters import promotion, retirement, services
@@ -15,8 +15,9 @@ from controlplane.adapters.models import Adapter, AdapterVersion, Promotion
 from controlplane.console import overview as reads
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.evaluation_rows import gate_rows
+from controlplane.console.forms import ErrorsShown
 from controlplane.console.residency import prefetched_text, residency_of
-from controlplane.errors import ApiError
+from controlplane.errors import require
 from controlplane.evaluations.models import GateDecision
 from controlplane.queue.residency import before_switch
 from controlplane.tenants.auth import Permission
@@ -50,7 +51,7 @@ def adapters(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page
 def adapter(request: ConsoleRequest, name: str) -> HttpResponse:
-    found = get_adapter(name)
+    found = services.adapter_get(name=name)
     versions = found.versions.select_related("created_by").order_by("-number")
     before = request.GET.get("before", "")
     if before.isascii() and before.isdigit():
@@ -95,29 +96,23 @@ def version_status(request: ConsoleRequest, name: str, number: int) -> HttpRespo
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def promote(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Make a version live."""
-    found = get_adapter(name)
-    version = get_object_or_404(AdapterVersion, adapter=found, number=number)
-    try:
+    version = services.adapter_version_get(name=name, number=number)
+    with ErrorsShown(request):
         loaded = before_switch(version)
         promotion.adapter_version_promote(version=version, reason=_reason(request))
-    except ApiError as error:
-        messages.error(request, error.message)
-        return redirect("console:version", name, number)
-    messages.success(request, f"Version {number} is live. {prefetched_text(loaded)}".strip())
-    return redirect("console:adapter", name)
+        messages.success(request, f"Version {number} is live. {prefetched_text(loaded)}".strip())
+        return redirect("console:adapter", name)
+    return redirect("console:version", name, number)
 
 
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def roll_back(request: ConsoleRequest, name: str) -> HttpResponse:
     """Make the version live that was live before."""
-    try:
-        found = get_adapter(name)
+    found = services.adapter_get(name=name)
+    with ErrorsShown(request):
         loaded = before_switch(promotion.version_before(found))
         found = promotion.adapter_roll_back(adapter=found, reason=_reason(request))
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
         assert found.live_version is not None
         number = found.live_version.number
         messages.success(
@@ -133,11 +128,8 @@ def set_policy(request: ConsoleRequest, name: str) -> HttpResponse:
     policy = request.POST.get("promotion_policy", "")
     if policy not in Adapter.PromotionPolicy.values:
         raise Http404
-    try:
-        promotion.promotion_policy_set(adapter=get_adapter(name), policy=policy)
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
+    with ErrorsShown(request):
+        promotion.promotion_policy_set(adapter=services.adapter_get(name=name), policy=policy)
         messages.success(request, "The policy for new versions is set.")
     return redirect("console:adapter", name)
 
@@ -146,20 +138,10 @@ def _reason(request: ConsoleRequest) -> str:
     return request.POST.get("reason", "").strip()
 
 
-def get_adapter(name: str) -> Adapter:
-    """Return the tenant's adapter. Raises Http404 if there is none of this name."""
-    found = Adapter.objects.filter(name=name).select_related("base_model", "live_version").first()
-    if found is None:
-        raise Http404
-    return found
-
-
 def _version_context(name: str, number: int) -> dict[str, Any]:
-    found = get_adapter(name)
+    found = services.adapter_get(name=name)
     rows = found.versions.select_related("created_by", "inspection").defer(*_LARGE)
-    row = rows.filter(number=number).first()
-    if row is None:
-        raise Http404
+    row = require(rows.filter(number=number).first(), "There is no such adapter version.")
     is_live = row.id == found.live_version_id
     gate = GateDecision.objects.filter(version=row).first()
     return {

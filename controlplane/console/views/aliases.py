@@ -21,9 +21,9 @@ from controlplane.aliases.models import Alias, AliasRevision, Ramp, is_current
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.alias_forms import AliasForm, GuardForm, RampForm, ShareForm
 from controlplane.console.canary_rows import measure_rows, split_bar
-from controlplane.console.forms import add_service_error
+from controlplane.console.forms import ErrorsShown
 from controlplane.console.residency import prefetched_text
-from controlplane.errors import ApiError, NotFound
+from controlplane.errors import ApiError
 from controlplane.queue.residency import (
     Prefetched,
     before_alias_rollback,
@@ -58,7 +58,8 @@ def new_alias(request: ConsoleRequest) -> HttpResponse:
     form = AliasForm(request.POST or None)
     if request.method == "POST" and form.is_valid():
         name = form.cleaned_data["name"]
-        if _done(form, lambda: _create(name, form)):
+        with ErrorsShown(form):
+            _create(name, form)
             messages.success(request, f"The alias {name} answers within a second.")
             return redirect("console:alias", name)
     context = {"form": form}
@@ -68,27 +69,29 @@ def new_alias(request: ConsoleRequest) -> HttpResponse:
 @require_safe
 @member_page
 def alias(request: ConsoleRequest, name: str) -> HttpResponse:
-    return render(request, "console/alias.html", _context(get_alias(name)))
+    return render(request, "console/alias.html", _context(services.alias_get(name=name)))
 
 
 @require_safe
 @member_page
 def alias_now(request: ConsoleRequest, name: str) -> HttpResponse:
     """Render the part of the page that changes with requests."""
-    return render(request, "console/_alias.html", _context(get_alias(name)))
+    return render(request, "console/_alias.html", _context(services.alias_get(name=name)))
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def edit_alias(request: ConsoleRequest, name: str) -> HttpResponse:
-    found = get_alias(name)
+    found = services.alias_get(name=name)
     form = AliasForm.of(_contents_now(found), found.revision_number)
     if request.method == "POST":
         form = AliasForm(request.POST)
         del form.fields["name"]
-        if form.is_valid() and _done(form, lambda: _change(found, form)):
-            messages.success(request, "The alias is changed.")
-            return redirect("console:alias", name)
+        if form.is_valid():
+            with ErrorsShown(form):
+                _change(found, form)
+                messages.success(request, "The alias is changed.")
+                return redirect("console:alias", name)
     context = {"form": form, "alias": found}
     return render(request, "console/edit_alias.html", context, status=422 if form.errors else 200)
 
@@ -209,7 +212,7 @@ def set_guard(request: ConsoleRequest, name: str) -> HttpResponse:
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def delete_alias(request: ConsoleRequest, name: str) -> HttpResponse:
-    found = get_alias(name)
+    found = services.alias_get(name=name)
     if request.method == "POST":
         services.alias_delete(alias=found)
         messages.success(request, f"The alias {name} is deleted.")
@@ -221,14 +224,6 @@ def delete_alias(request: ConsoleRequest, name: str) -> HttpResponse:
         "back": request.path.removesuffix("/delete"),
     }
     return render(request, "console/delete.html", context)
-
-
-def get_alias(name: str) -> Alias:
-    """Return the tenant's alias. Raises Http404 if there is none of this name."""
-    try:
-        return services.alias_get(name=name)
-    except NotFound as error:
-        raise Http404 from error
 
 
 def _context(found: Alias) -> dict[str, Any]:
@@ -298,16 +293,6 @@ def _reason(request: ConsoleRequest) -> str:
     return request.POST.get("reason", "").strip()
 
 
-def _done(form: forms.Form, act: Callable[[], object]) -> bool:
-    """Run a change; show its error in the form. -> whether it was made."""
-    try:
-        act()
-    except ApiError as error:
-        add_service_error(form, error.message, error.param)
-        return False
-    return True
-
-
 def _act(
     request: ConsoleRequest, name: str, act: Callable[[Alias], object], said: str
 ) -> HttpResponse:
@@ -315,7 +300,7 @@ def _act(
 
     act  may return what was loaded before, which is shown, too
     """
-    found = get_alias(name)
+    found = services.alias_get(name=name)
     try:
         done = act(found)
     except ApiError as error:
@@ -327,7 +312,7 @@ def _act(
 
 
 def _refused(request: ConsoleRequest, name: str, form: forms.Form) -> HttpResponse:
-    get_alias(name)
+    services.alias_get(name=name)
     for field, errors in form.errors.items():
         label = form.fields[field].label if field in form.fields else ""
         messages.error(request, f"{label}: {' '.join(map(str, errors))}".lstrip(": "))

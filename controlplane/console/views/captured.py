@@ -13,8 +13,7 @@ from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.evaluation_forms import FromCapturedForm
-from controlplane.console.forms import add_service_error
-from controlplane.errors import ApiError
+from controlplane.console.forms import ErrorsShown
 from controlplane.requestlog.capture import capture_policy
 from controlplane.requestlog.captured import Filter, captures_delete
 from controlplane.requestlog.models import Rating
@@ -40,11 +39,8 @@ def make_dataset(request: ConsoleRequest) -> HttpResponse:
         day = data["after"]
         after = dt.datetime.combine(day, dt.time.min, dt.UTC) if day else None
         wanted = Filter(only=data["only"], model=data["model"] or None, after=after)
-        try:
+        with ErrorsShown(form):
             made = dataset_from_captured(name=data["name"], wanted=wanted, appends=data["append"])
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             left = f" {made.num_left_out} gave no row." if made.num_left_out else ""
             said = f"“{made.dataset.name}” is stored, with {made.dataset.num_rows} chats.{left}"
             messages.success(request, said)

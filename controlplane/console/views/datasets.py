@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect
 from django.views.decorators.http import require_POST
 
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.errors import ApiError, NotFound
+from controlplane.console.forms import ErrorsShown
 from controlplane.tenants.auth import Permission
 from controlplane.training import services, sources, versions
 from controlplane.training.models import Dataset, DatasetSource
@@ -33,14 +33,9 @@ def history_of(dataset: Dataset) -> dict[str, Any]:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def restore_dataset(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    try:
+    with ErrorsShown(request):
         dataset = services.dataset_get(name=name)
         now = versions.version_restore(dataset=dataset, number=number)
-    except NotFound as error:
-        raise Http404 from error
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
         messages.success(request, f"Version {now.version} has the rows of version {number}.")
     return redirect("console:dataset", name)
 
@@ -48,9 +43,6 @@ def restore_dataset(request: ConsoleRequest, name: str, number: int) -> HttpResp
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def pull_dataset(request: ConsoleRequest, name: str) -> HttpResponse:
-    try:
-        sources.pull_request(source=sources.source_get(name=name))
-    except NotFound as error:
-        raise Http404 from error
+    sources.pull_request(source=sources.source_get(name=name))
     messages.success(request, "The pull begins within seconds.")
     return redirect("console:dataset", name)

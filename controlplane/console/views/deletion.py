@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.views.decorators.http import require_http_methods
 
+from controlplane.adapters.services import adapter_get, adapter_version_get
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.views.adapters import get_adapter
 from controlplane.deletion import services
 from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission
-from controlplane.training.models import Dataset
+from controlplane.training.services import dataset_get
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def delete_version(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Ask; then delete the version."""
-    version = get_adapter(name).versions.filter(number=number).first()
-    if version is None:
-        raise Http404
+    version = adapter_version_get(name=name, number=number)
     return _ask(
         request,
         what=f"version {number} of {name}",
@@ -39,7 +37,7 @@ def delete_version(request: ConsoleRequest, name: str, number: int) -> HttpRespo
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def delete_adapter(request: ConsoleRequest, name: str) -> HttpResponse:
     """Ask; then delete the adapter with its versions."""
-    adapter = get_adapter(name)
+    adapter = adapter_get(name=name)
     return _ask(
         request,
         what=f"the adapter {name}",
@@ -55,9 +53,7 @@ def delete_adapter(request: ConsoleRequest, name: str) -> HttpResponse:
 @member_page(permission=Permission.TRAINING_WRITE)
 def delete_dataset(request: ConsoleRequest, name: str) -> HttpResponse:
     """Ask; then delete the dataset."""
-    dataset = Dataset.objects.filter(name=name).first()
-    if dataset is None:
-        raise Http404
+    dataset = dataset_get(name=name)
     return _ask(
         request,
         what=f"the dataset {name}",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.adapters import probing
-from controlplane.adapters.models import AdapterInspection, AdapterVersion
+from controlplane.adapters.models import AdapterInspection
+from controlplane.adapters.services import adapter_version_get
 from controlplane.console import doctor_charts
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.views.adapters import get_adapter
-from controlplane.errors import ApiError
+from controlplane.console.forms import ErrorsShown
 from controlplane.evaluations.inspections.reports import device_bytes, is_estimated
 from controlplane.tenants.auth import Permission
 
@@ -32,7 +32,7 @@ _HEADINGS = {
 @member_page
 def doctor(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Show norms, spectra and effective ranks, and the probe's result."""
-    version = _version(name, number)
+    version = adapter_version_get(name=name, number=number)
     inspection = AdapterInspection.objects.filter(version=version).first()
     context: dict[str, Any] = {
         "adapter": version.adapter,
@@ -61,19 +61,7 @@ def doctor(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def inspect(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Have a version inspected again."""
-    try:
-        probing.inspection_request(_version(name, number))
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
+    with ErrorsShown(request):
+        probing.inspection_request(adapter_version_get(name=name, number=number))
         messages.success(request, "The version is inspected. Reload this page in a minute.")
     return redirect("console:doctor", name, number)
-
-
-def _version(name: str, number: int) -> AdapterVersion:
-    adapter = get_adapter(name)
-    version = AdapterVersion.objects.filter(adapter=adapter, number=number).first()
-    if version is None:
-        raise Http404
-    version.adapter = adapter
-    return version

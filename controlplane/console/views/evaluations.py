@@ -12,8 +12,8 @@ from django.views.decorators.http import require_POST, require_safe
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.evaluation_forms import EvaluationForm
 from controlplane.console.evaluation_rows import comparison_rows
-from controlplane.console.forms import add_service_error
-from controlplane.errors import ApiError, NotFound
+from controlplane.console.forms import ErrorsShown
+from controlplane.errors import ApiError
 from controlplane.evaluations.comparison import evaluations_compare
 from controlplane.evaluations.models import Evaluation, Suite
 from controlplane.evaluations.services import (
@@ -51,7 +51,7 @@ def run_suite(request: ConsoleRequest) -> HttpResponse:
     form = EvaluationForm(request.POST)
     if form.is_valid():
         data = form.cleaned_data
-        try:
+        with ErrorsShown(form):
             evaluation_create(
                 principal=request.member.principal,
                 model=data["model"],
@@ -59,9 +59,6 @@ def run_suite(request: ConsoleRequest) -> HttpResponse:
                 max_tokens=data["max_tokens"],
                 created_by=request.user,
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, "The suite runs, after interactive requests.")
             return redirect("console:evaluations")
     return _page(request, form, status=422)
@@ -70,12 +67,8 @@ def run_suite(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.INFER)
 def cancel(request: ConsoleRequest, evaluation_id: uuid.UUID) -> HttpResponse:
-    try:
+    with ErrorsShown(request):
         evaluation_cancel(evaluation=evaluation_get(evaluation_id=evaluation_id))
-    except NotFound as error:
-        raise Http404 from error
-    except ApiError as error:
-        messages.error(request, error.message)
     return redirect("console:evaluations")
 
 

@@ -11,8 +11,7 @@ from controlplane.adapters import imports
 from controlplane.adapters.models import Adapter, BaseModel, is_serving
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.adapter_forms import ImportForm
-from controlplane.console.forms import add_service_error
-from controlplane.errors import ApiError
+from controlplane.console.forms import ErrorsShown
 from controlplane.tenants.auth import Permission
 
 _SOURCE = ("repository", "revision", "token", "config_url", "tensors_url")
@@ -25,16 +24,13 @@ def import_version(request: ConsoleRequest) -> HttpResponse:
     form = ImportForm(request.POST or None, initial=_of(request))
     if request.method == "POST" and form.is_valid():
         data = form.cleaned_data
-        try:
+        with ErrorsShown(form):
             version = imports.adapter_version_import(
                 name=data["name"],
                 source=imports.import_source(**{field: data[field] for field in _SOURCE}),
                 base_model_name=data["base_model"].name,
                 created_by=request.user,
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             return redirect("console:version", version.adapter.name, version.number)
     context = {
         "form": form,

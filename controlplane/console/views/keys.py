@@ -12,8 +12,12 @@ from django.utils import timezone
 from django.views.decorators.http import require_http_methods, require_safe
 
 from controlplane.console.access import ConsoleRequest, Member, member_page
-from controlplane.console.forms import KeyEditForm, KeyForm, RotateForm, add_service_error
-from controlplane.errors import ApiError
+from controlplane.console.forms import (
+    ErrorsShown,
+    KeyEditForm,
+    KeyForm,
+    RotateForm,
+)
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.key_grants import check_holds
 from controlplane.tenants.key_services import (
@@ -42,7 +46,7 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
     form = KeyForm(request.POST, member=request.member)
     key, text = None, ""
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             key, text = api_key_create(
                 name=form.cleaned_data["name"],
                 by=request.member.principal,
@@ -51,8 +55,6 @@ def create_key(request: ConsoleRequest) -> HttpResponse:
                 environment=form.cleaned_data["environment"],
                 rules=form.rules(),
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
     context = _context(request.member, None if key else form)
     context |= {"new_key": key, "new_key_text": text}
     template = "console/_keys.html" if request.htmx else "console/keys.html"
@@ -83,11 +85,8 @@ def edit_key(request: ConsoleRequest, public_id: str) -> HttpResponse:
             "expires_at": _same_minute(wanted, key.expires_at),
             **dataclasses.asdict(form.rules()),
         }
-        try:
+        with ErrorsShown(form):
             api_key_update(public_id=public_id, changes=changes, by=principal)
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, f"The key “{key.name}” is changed.")
             return redirect("console:keys")
     status = 422 if form.errors else 200

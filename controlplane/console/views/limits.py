@@ -6,20 +6,16 @@ import uuid
 from typing import Any
 
 from django.contrib import messages
-from django.db import IntegrityError
 from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.console import limit_meters
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import BudgetForm, LimitForm, add_service_error
-from controlplane.errors import ApiError, NotFound, PermissionDenied
+from controlplane.console.forms import BudgetForm, ErrorsShown, LimitForm
 from controlplane.tenants.auth import Permission
 from controlplane.usage.limits import services
 from controlplane.usage.limits.models import Budget, RateLimit
-
-_OPERATORS = "Only the operator can set the limits of the whole tenant. Choose a key or a model."
 
 
 @require_safe
@@ -41,18 +37,13 @@ def set_limit(request: ConsoleRequest) -> HttpResponse:
     form = LimitForm(request.POST)
     if form.is_valid():
         data = form.cleaned_data
-        key = data["api_key"]
-        try:
-            if key is None and not data["model"]:
-                raise PermissionDenied(_OPERATORS)
+        with ErrorsShown(form):
             services.rate_limit_set(
-                api_key_id=key.pk if key else None,
+                api_key_id=data["api_key"].pk if data["api_key"] else None,
                 model=data["model"],
+                by=request.member.principal,
                 **{name: data[name] for name in RateLimit.RATES},
             )
-        except (ApiError, IntegrityError) as error:
-            _explain(form, error)
-        else:
             messages.success(request, "The limit is set. It takes effect within a second.")
             return redirect("console:limits")
     context = _context() | {"limit_form": form}
@@ -62,12 +53,8 @@ def set_limit(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.LIMITS_MANAGE)
 def remove_limit(request: ConsoleRequest, limit_id: uuid.UUID) -> HttpResponse:
-    row = RateLimit.objects.filter(pk=limit_id).first()
-    if row is None:
-        raise NotFound("There is no such limit.")
-    if row.scope == "tenant":
-        raise PermissionDenied(_OPERATORS)
-    services.rate_limit_remove(api_key_id=row.api_key_id, model=row.model)
+    row = services.rate_limit_get(limit_id=limit_id)
+    services.limit_remove(row, by=request.member.principal)
     messages.success(request, "The limit is removed.")
     return redirect("console:limits")
 
@@ -78,16 +65,14 @@ def set_budget(request: ConsoleRequest) -> HttpResponse:
     form = BudgetForm(request.POST)
     if form.is_valid():
         data = form.cleaned_data
-        try:
+        with ErrorsShown(form):
             services.budget_set(
                 api_key_id=data["api_key"].pk if data["api_key"] else None,
                 period=data["period"],
+                by=request.member.principal,
                 hard_limit=data["hard_limit"],
                 soft_limit=data["soft_limit"],
             )
-        except (ApiError, IntegrityError) as error:
-            _explain(form, error)
-        else:
             messages.success(request, "The budget is set. It takes effect within a second.")
             return redirect("console:limits")
     context = _context() | {"budget_form": form}
@@ -97,19 +82,10 @@ def set_budget(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.LIMITS_MANAGE)
 def remove_budget(request: ConsoleRequest, budget_id: uuid.UUID) -> HttpResponse:
-    row = Budget.objects.filter(pk=budget_id).first()
-    if row is None:
-        raise NotFound("There is no such budget.")
-    services.budget_remove(api_key_id=row.api_key_id, period=row.period)
+    row = services.budget_get(budget_id=budget_id)
+    services.limit_remove(row, by=request.member.principal)
     messages.success(request, "The budget is removed.")
     return redirect("console:limits")
-
-
-def _explain(form: LimitForm | BudgetForm, error: Exception) -> None:
-    if isinstance(error, ApiError):
-        add_service_error(form, error.message, error.param)
-    else:
-        form.add_error(None, "Another request is setting the same limit. Try again.")
 
 
 def _context() -> dict[str, Any]:

@@ -11,8 +11,7 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from controlplane.console.access import ConsoleRequest, Member, member_page
-from controlplane.console.forms import InviteForm, RoleForm, add_service_error
-from controlplane.errors import ApiError
+from controlplane.console.forms import ErrorsShown, InviteForm, RoleForm
 from controlplane.tenants import people
 from controlplane.tenants.auth import Permission
 from controlplane.tenants.invite_mail import invite_send, invite_url
@@ -33,17 +32,12 @@ def members(request: ConsoleRequest) -> HttpResponse:
 def set_role(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
     form = RoleForm(request.POST, roles=list(Role))
     if form.is_valid():
-        try:
+        with ErrorsShown(request):
             found = people.member_role_set(
                 by=request.member.principal,
                 member_id=member_id,
                 role=Role(form.cleaned_data["role"]),
             )
-        except ApiError as error:
-            if error.status == 404:
-                raise
-            messages.error(request, error.message)
-        else:
             messages.success(request, f"{found.user.email} is now {found.role}.")
     return redirect("console:members")
 
@@ -54,11 +48,8 @@ def remove(request: ConsoleRequest, member_id: uuid.UUID) -> HttpResponse:
     """Ask; then remove the member and revoke their keys."""
     found = people.member_get(member_id=member_id)
     if request.method == "POST":
-        try:
+        with ErrorsShown(request):
             people.member_remove(by=request.member.principal, member_id=member_id)
-        except ApiError as error:
-            messages.error(request, error.message)
-        else:
             messages.success(request, f"{found.user.email} is no longer a member.")
         return redirect("console:members")
     context = {"found": found, "num_keys": found.keys.filter(revoked_at=None).count()}
@@ -72,15 +63,12 @@ def create_invite(request: ConsoleRequest) -> HttpResponse:
     form = InviteForm(request.POST, roles=request.member.grantable_roles)
     context = _context(request.member) | {"form": form}
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             made, token = people.invite_create(
                 by=request.member.principal,
                 email=form.cleaned_data["email"],
                 role=Role(form.cleaned_data["role"]),
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             was_sent = invite_send(invite=made, tenant=request.member.tenant, token=token)
             context = _context(request.member) | {
                 "new_invite": made,
@@ -95,13 +83,8 @@ def create_invite(request: ConsoleRequest) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.MEMBERS_MANAGE)
 def revoke_invite(request: ConsoleRequest, invite_id: uuid.UUID) -> HttpResponse:
-    try:
+    with ErrorsShown(request):
         found = people.invite_revoke(invite_id=invite_id)
-    except ApiError as error:
-        if error.status == 404:
-            raise
-        messages.error(request, error.message)
-    else:
         messages.success(request, f"The invite of {found.email} is revoked.")
     return redirect("console:members")
 

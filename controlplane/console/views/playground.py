@@ -17,10 +17,9 @@ from django.views.decorators.http import require_POST, require_safe
 
 from contract.messages.sampling import ANSWER_TOKENS, MAX_STOP_CHARS, RANGES
 from controlplane.aliases.contents import contents_of
-from controlplane.aliases.services import revision_get
+from controlplane.aliases.services import alias_get, revision_get
 from controlplane.console import playground as reads
 from controlplane.console.access import ConsoleRequest, member_call, member_page
-from controlplane.console.views.aliases import get_alias
 from controlplane.errors import (
     ApiError,
     InvalidRequest,
@@ -62,8 +61,7 @@ def playground(request: ConsoleRequest) -> HttpResponse:
     if request_id := request.GET.get("request", ""):
         start = _start_again(request, request_id)
     elif name := request.GET.get("alias", ""):
-        found = get_alias(name)
-        start = reads.start_of_alias(name, contents_of(revision_get(alias=found)))
+        start = reads.start_of_alias(name, contents_of(revision_get(alias=alias_get(name=name))))
     held = reads.held_versions(start.columns) if request.member.can_upload else []
     context = {
         "start": start,

@@ -9,7 +9,7 @@ from django.views.decorators.http import require_http_methods, require_POST
 
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.evaluation_forms import CaptureForm
-from controlplane.console.forms import LogPolicyForm, TenantForm, add_service_error
+from controlplane.console.forms import ErrorsShown, LogPolicyForm, TenantForm, add_service_error
 from controlplane.errors import ApiError
 from controlplane.requestlog import capture, services
 from controlplane.requestlog.models import LogPolicy
@@ -27,11 +27,8 @@ def settings(request: ConsoleRequest) -> HttpResponse:
     if request.method == "POST":
         authorize(request.member.principal, Permission.TENANT_MANAGE)
         if form.is_valid():
-            try:
+            with ErrorsShown(form):
                 tenant_update(tenant=tenant, **form.cleaned_data)
-            except ApiError as error:
-                add_service_error(form, error.message, error.param)
-            else:
                 messages.success(request, "The settings are saved.")
                 return redirect("console:settings")
     return _page(request, form=form)
@@ -42,11 +39,8 @@ def settings(request: ConsoleRequest) -> HttpResponse:
 def set_log_policy(request: ConsoleRequest) -> HttpResponse:
     form = LogPolicyForm(request.POST)
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             services.log_policy_set(**form.cleaned_data)
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, "Saved. This takes effect within seconds.")
             return redirect("console:settings")
     return _page(request, log_form=form)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
@@ -14,7 +14,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.evaluation_forms import CaseForm, EvaluationForm, SuiteForm
 from controlplane.console.forms import add_service_error
-from controlplane.errors import ApiError, NotFound
+from controlplane.errors import ApiError
 from controlplane.evaluations import suites
 from controlplane.evaluations.models import Suite, SuiteVersion
 from controlplane.tenants.auth import Permission, authorize
@@ -27,7 +27,7 @@ NUM_CASES = 50
 @member_page
 def suite(request: ConsoleRequest, name: str) -> HttpResponse:
     """Show a suite's versions and the cases of the newest one."""
-    found = _suite(name)
+    found = suites.suite_get(name=name)
     versions = list(SuiteVersion.objects.filter(suite=found).order_by("-number"))
     may_read = suites.may_read(versions[0], request.member.principal)
     cases = versions[0].cases.order_by("position")[:NUM_CASES] if may_read else []
@@ -134,7 +134,7 @@ def _case_page(request: ConsoleRequest, form: CaseForm, status: int = 200) -> Ht
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.TRAINING_WRITE)
 def delete_suite(request: ConsoleRequest, name: str) -> HttpResponse:
-    found, problem = _suite(name), ""
+    found, problem = suites.suite_get(name=name), ""
     if request.method == "POST":
         try:
             suites.suite_delete(suite=found)
@@ -150,13 +150,6 @@ def delete_suite(request: ConsoleRequest, name: str) -> HttpResponse:
         "problem": problem,
     }
     return render(request, "console/delete.html", context, status=409 if problem else 200)
-
-
-def _suite(name: str) -> Suite:
-    try:
-        return suites.suite_get(name=name)
-    except NotFound as error:
-        raise Http404 from error
 
 
 def _told(error: ApiError) -> str:

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from contract.training.job import RANGES
 from controlplane.adapters.models import Adapter
+from controlplane.adapters.services import adapter_get
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.charts import loss_chart
-from controlplane.console.forms import add_service_error
+from controlplane.console.forms import ErrorsShown, add_service_error
 from controlplane.console.training_forms import DatasetForm, ScheduleForm, TrainForm
-from controlplane.console.views.adapters import get_adapter
 from controlplane.console.views.datasets import history_of
-from controlplane.errors import ApiError, Conflict, NotFound, PermissionDenied
+from controlplane.errors import ApiError, PermissionDenied
 from controlplane.tenants.auth import Permission
 from controlplane.training import cost, pausing, picking, preview, reports, schedules, services
 from controlplane.training.hyperparameters import checked_hyperparameters
@@ -85,10 +85,7 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
 @member_page
 def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
     """Show the counts of a dataset's rows; people who may replace them see the first ones."""
-    try:
-        found = services.dataset_get(name=name)
-    except NotFound as error:
-        raise Http404 from error
+    found = services.dataset_get(name=name)
     rows: list[dict[str, Any]] = []
     problem = ""
     try:
@@ -121,7 +118,7 @@ def _shown(row: Any) -> str:
 def start_run(request: ConsoleRequest) -> HttpResponse:
     form = TrainForm(request.POST)
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             base_model = form.cleaned_data.get("base_model")
             validation = form.cleaned_data["validation_dataset"]
             started = services.training_run_create(
@@ -132,9 +129,6 @@ def start_run(request: ConsoleRequest) -> HttpResponse:
                 validation_dataset_name=validation.name if validation else None,
                 created_by=request.user,
             )
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             return redirect("console:run", started.id)
     context = _training_context() | {"train_form": form}
     return render(request, "console/training.html", context, status=422)
@@ -198,17 +192,15 @@ def resume_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
 def _changed(
     request: ConsoleRequest, run_id: uuid.UUID, change: Callable[..., TrainingRun]
 ) -> HttpResponse:
-    try:
-        change(run=_get_run(run_id))
-    except Conflict as error:
-        messages.error(request, error.message)
+    with ErrorsShown(request):
+        change(run=services.training_run_get(run_id=run_id))
     return redirect("console:run", run_id)
 
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @member_page(permission=Permission.TRAINING_WRITE)
 def schedule(request: ConsoleRequest, name: str) -> HttpResponse:
-    adapter = get_adapter(name)
+    adapter = adapter_get(name=name)
     existing = Schedule.objects.filter(adapter=adapter).select_related("dataset").first()
     form = ScheduleForm(request.POST or None, initial=_schedule_initial(existing))
     if request.method == "POST" and form.is_valid() and _save_schedule(form, adapter, existing):
@@ -228,7 +220,7 @@ def schedule(request: ConsoleRequest, name: str) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def delete_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
-    adapter = get_adapter(name)
+    adapter = adapter_get(name=name)
     services.schedule_delete(adapter=adapter)
     messages.success(request, f"“{adapter.name}” is no longer retrained on a schedule.")
     return redirect("console:adapter", adapter.name)
@@ -238,20 +230,18 @@ def delete_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
 @member_page(permission=Permission.TRAINING_WRITE)
 def run_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
     """Start the schedule's run now."""
-    adapter = get_adapter(name)
-    try:
+    adapter = adapter_get(name=name)
+    with ErrorsShown(request):
         row = schedules.schedule_run_now(
             services.schedule_get(adapter=adapter), created_by=request.user
         )
-    except ApiError as error:
-        messages.error(request, error.message)
-        return redirect("console:schedule", adapter.name)
-    return redirect("console:run", row.training_run_id)
+        return redirect("console:run", row.training_run_id)
+    return redirect("console:schedule", adapter.name)
 
 
 def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | None) -> bool:
     data = form.cleaned_data
-    try:
+    with ErrorsShown(form):
         services.schedule_set(
             adapter=adapter,
             dataset_name=data["dataset"].name,
@@ -265,10 +255,8 @@ def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | No
             is_paused=data["is_paused"],
             rules=form.rules(),
         )
-    except ApiError as error:
-        add_service_error(form, error.message, error.param)
-        return False
-    return True
+        return True
+    return False
 
 
 def _history(existing: Schedule | None) -> list[ScheduleRun]:
@@ -306,19 +294,8 @@ def _training_context() -> dict[str, Any]:
     }
 
 
-def _get_run(run_id: uuid.UUID) -> TrainingRun:
-    found = (
-        TrainingRun.objects.filter(id=run_id)
-        .select_related("adapter", "dataset", "version", "created_by")
-        .first()
-    )
-    if found is None:
-        raise Http404
-    return found
-
-
 def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
-    found = _get_run(run_id)
+    found = services.training_run_get(run_id=run_id)
     return {
         "run": found,
         "busy_states": BUSY_STATES,

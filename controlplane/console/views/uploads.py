@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from django.http import Http404, HttpResponse, JsonResponse
+from django.http import HttpResponse, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
 from contract.adapters import peft_config, safetensors_header
 from controlplane.adapters import services, uploads
-from controlplane.adapters.models import Adapter, AdapterVersion
+from controlplane.adapters.models import Adapter
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.adapter_forms import UploadForm
 from controlplane.console.forms import add_service_error
-from controlplane.console.views.adapters import get_adapter
 from controlplane.deletion import services as deletion
 from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.tenants.auth import Permission
@@ -83,7 +82,7 @@ def start_upload(request: ConsoleRequest) -> HttpResponse:
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def sign_parts(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Return a URL for a part. Body: {"file": field, "number", "sha256"}."""
-    version = _get_version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     body = _read_json(request)
     file = FIELDS.get(str(body.get("file")), "")
     digests = {str(body.get("number")): str(body.get("sha256"))}
@@ -95,7 +94,7 @@ def sign_parts(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def upload_state(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Return the stated and the arrived parts, by field of the form."""
-    state = uploads.upload_state(_get_version(name, number))
+    state = uploads.upload_state(services.adapter_version_get(name=name, number=number))
     found = state["files"]
     files = {field: found[file] for field, file in FIELDS.items() if file in found}
     return JsonResponse({"status": state["status"], "files": files})
@@ -105,7 +104,7 @@ def upload_state(request: ConsoleRequest, name: str, number: int) -> HttpRespons
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def abort_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Abort an upload: its version is deleted."""
-    version = _get_version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     uploads.check_open(version)
     deletion.version_delete(version=version)
     return JsonResponse({})
@@ -115,15 +114,10 @@ def abort_upload(request: ConsoleRequest, name: str, number: int) -> HttpRespons
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def complete_upload(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     """Queue the check of both uploaded files."""
-    services.adapter_version_complete(version=_get_version(name, number))
+    services.adapter_version_complete(
+        version=services.adapter_version_get(name=name, number=number)
+    )
     return JsonResponse({})
-
-
-def _get_version(name: str, number: int) -> AdapterVersion:
-    version = get_adapter(name).versions.filter(number=number).select_related("adapter").first()
-    if version is None:
-        raise Http404
-    return version
 
 
 def _read_json(request: ConsoleRequest) -> dict[str, Any]:

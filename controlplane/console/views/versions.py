@@ -9,13 +9,13 @@ from typing import Any
 
 from django.contrib import messages
 from django.http import Http404, HttpResponse, HttpResponseRedirect
-from django.shortcuts import get_object_or_404, redirect, render
+from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.adapters import downloads, retirement, services
 from controlplane.adapters.models import AdapterVersion
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.views.adapters import get_adapter
+from controlplane.console.forms import ErrorsShown
 from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission
 from controlplane.training import comparison
@@ -31,7 +31,7 @@ def deprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     except ValueError:
         messages.error(request, "Write the day as 2027-01-14.")
         return redirect("console:version", name, number)
-    version = _version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     return _changed(
         request,
         lambda: retirement.version_deprecate(version=version, shutdown_date=day),
@@ -42,7 +42,7 @@ def deprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def undeprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = _version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     return _changed(
         request,
         lambda: retirement.version_undeprecate(version=version),
@@ -53,7 +53,7 @@ def undeprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def retire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = _version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     return _changed(
         request,
         lambda: retirement.version_retire(version=version),
@@ -64,7 +64,7 @@ def retire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def unretire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = _version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     return _changed(
         request,
         lambda: retirement.version_unretire(version=version),
@@ -76,15 +76,13 @@ def unretire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
 @member_page(permission=Permission.ADAPTERS_WRITE)
 def download(request: ConsoleRequest, name: str, number: int, file: str) -> HttpResponse:
     """Send the browser to a file of the version."""
-    version = _version(name, number)
+    version = services.adapter_version_get(name=name, number=number)
     if file not in services.FILES:
         raise Http404
-    try:
+    with ErrorsShown(request):
         found = downloads.version_download(version=version)
-    except ApiError as error:
-        messages.error(request, error.message)
-        return redirect("console:version", name, number)
-    return HttpResponseRedirect(found.files[file].url)
+        return HttpResponseRedirect(found.files[file].url)
+    return redirect("console:version", name, number)
 
 
 @require_safe
@@ -94,7 +92,9 @@ def diff(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     other = request.GET.get("with", "")
     if not (other.isascii() and other.isdigit() and len(other) <= 10):
         raise Http404
-    before, after = _version(name, int(other)), _version(name, number)
+    before, after = (
+        services.adapter_version_get(name=name, number=each) for each in (int(other), number)
+    )
     try:
         compared = comparison.versions_compare(before, after)
     except ApiError as error:
@@ -113,23 +113,13 @@ def diff(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     return render(request, "console/diff.html", context)
 
 
-def _version(name: str, number: int) -> AdapterVersion:
-    rows = AdapterVersion.objects.select_related("adapter", "created_by")
-    if number > services.MAX_NUMBER:
-        raise Http404
-    return get_object_or_404(rows, adapter=get_adapter(name), number=number)
-
-
 def _changed(
     request: ConsoleRequest, change: Callable[[], AdapterVersion], done: str
 ) -> HttpResponse:
     """Make a change and go back to the version's page, with a message."""
     kwargs: dict[str, Any] = request.resolver_match.kwargs if request.resolver_match else {}
-    try:
+    with ErrorsShown(request):
         change()
-    except ApiError as error:
-        messages.error(request, error.message)
-    else:
         messages.success(request, done)
     return redirect("console:version", kwargs["name"], kwargs["number"])
 

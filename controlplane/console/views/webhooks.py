@@ -12,8 +12,7 @@ from django.shortcuts import redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from controlplane.console.access import ConsoleRequest, member_page
-from controlplane.console.forms import add_service_error
-from controlplane.errors import ApiError, Conflict
+from controlplane.console.forms import ErrorsShown
 from controlplane.events.outbox.models import CHOOSABLE
 from controlplane.tenants.auth import Permission
 from controlplane.webhooks import mails, services
@@ -61,11 +60,8 @@ def create_webhook(request: ConsoleRequest) -> HttpResponse:
     """Make a webhook and show its secret, only this time."""
     form = WebhookForm(request.POST)
     if form.is_valid():
-        try:
+        with ErrorsShown(form):
             made, secret = services.webhook_create(**form.cleaned_data)
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             return render(request, "console/webhook.html", _page(made) | {"secret": secret})
     return render(request, "console/webhooks.html", _context() | {"form": form}, status=422)
 
@@ -77,11 +73,8 @@ def webhook(request: ConsoleRequest, webhook_id: uuid.UUID) -> HttpResponse:
     endpoint = services.webhook_get(webhook_id=webhook_id)
     form = WebhookForm(request.POST) if request.method == "POST" else None
     if form is not None and form.is_valid():
-        try:
+        with ErrorsShown(form):
             services.webhook_update(webhook_id=webhook_id, changes=form.cleaned_data)
-        except ApiError as error:
-            add_service_error(form, error.message, error.param)
-        else:
             messages.success(request, "The webhook is changed.")
             return redirect("console:webhook", webhook_id)
     context = _page(endpoint, form)
@@ -109,11 +102,8 @@ def enable_webhook(request: ConsoleRequest, webhook_id: uuid.UUID) -> HttpRespon
 @require_POST
 @member_page(permission=Permission.WEBHOOKS_MANAGE)
 def test_webhook(request: ConsoleRequest, webhook_id: uuid.UUID) -> HttpResponse:
-    try:
+    with ErrorsShown(request):
         services.webhook_test(webhook_id=webhook_id)
-    except Conflict as error:
-        messages.error(request, error.message)
-    else:
         messages.success(request, "A test event is on its way. Reload the page for its outcome.")
     return redirect("console:webhook", webhook_id)
 
@@ -123,11 +113,8 @@ def test_webhook(request: ConsoleRequest, webhook_id: uuid.UUID) -> HttpResponse
 def redeliver(
     request: ConsoleRequest, webhook_id: uuid.UUID, delivery_id: uuid.UUID
 ) -> HttpResponse:
-    try:
+    with ErrorsShown(request):
         services.delivery_redeliver(webhook_id=webhook_id, delivery_id=delivery_id)
-    except Conflict as error:
-        messages.error(request, error.message)
-    else:
         messages.success(request, "The event is on its way again.")
     return redirect("console:webhook", webhook_id)
 

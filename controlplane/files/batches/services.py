@@ -9,7 +9,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound, RateLimited
+from controlplane.errors import Conflict, InvalidRequest, RateLimited, require
 from controlplane.events.audit.services import record
 from controlplane.files.batches.lines import ENDPOINTS
 from controlplane.files.batches.models import Batch
@@ -78,10 +78,7 @@ def batches_list() -> QuerySet[Batch]:
 def batch_get(public_id: str) -> Batch:
     """Return the batch of this id. Raises NotFound."""
     pk = parse_id(Batch.PREFIX, public_id)
-    batch = batches_list().filter(pk=pk).first() if pk else None
-    if batch is None:
-        raise NotFound("There is no such batch.")
-    return batch
+    return require(batches_list().filter(pk=pk).first() if pk else None, "There is no such batch.")
 
 
 @transaction.atomic

@@ -10,9 +10,9 @@ class FineTuningConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.files.services import files_made
         from controlplane.gateway.fine_tuning.results import result_file_make
-        from controlplane.training.publishing import BEFORE_SUCCESS
+        from controlplane.training.publishing import before_success
 
-        BEFORE_SUCCESS.append(result_file_make)
+        before_success.connect(result_file_make)
         files_made.connect(_made_files)
 
 

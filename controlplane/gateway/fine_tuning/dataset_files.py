@@ -5,7 +5,7 @@ The store copies the bytes itself; none of them passes through this process.
 
 from __future__ import annotations
 
-from controlplane.errors import InvalidRequest, NotFound, Unavailable
+from controlplane.errors import InvalidRequest, NotFound
 from controlplane.files.models import File, Purpose
 from controlplane.files.services import file_get
 from controlplane.infra import storage
@@ -28,6 +28,7 @@ def training_file_get(public_id: str, param: str) -> File:
     return file
 
 
+@storage.answering()
 def take_over(file: File, param: str) -> Rows:
     """Copy the file's bytes to where runs read theirs, within the tenant. -> the rows.
 
@@ -44,8 +45,6 @@ def take_over(file: File, param: str) -> Rows:
             storage.copy(file.key, key)
     except storage.ObjectMissing as error:
         raise NotFound("There is no such file.", param=param) from error
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
     assert file.num_rows is not None, "its purpose is fine-tuning"
     return Rows(sha256=file.sha256, num_bytes=file.num_bytes, num_rows=file.num_rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import QuerySet
 
-from controlplane.errors import ApiError, InvalidRequest, NotFound
+from controlplane.errors import ApiError, InvalidRequest, require
 from controlplane.gateway.fine_tuning.dataset_files import take_over, training_file_get
 from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
@@ -54,10 +54,8 @@ def jobs_list() -> QuerySet[TrainingRun]:
 def job_get(public_id: str) -> TrainingRun:
     """Return the run of this job's id. Raises NotFound."""
     pk = parse_id(TrainingRun.PREFIX, public_id)
-    run = jobs_list().filter(pk=pk).first() if pk else None
-    if run is None:
-        raise NotFound("There is no such fine-tuning job.")
-    return run
+    found = jobs_list().filter(pk=pk).first() if pk else None
+    return require(found, "There is no such fine-tuning job.")
 
 
 def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:

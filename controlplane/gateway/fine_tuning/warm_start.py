@@ -14,7 +14,7 @@ from contract.adapters.peft_config import UPLOAD_LIMITS, LoraConfig, load_json, 
 from contract.adapters.problems import AdapterProblems
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.resolution import check_serving, model_resolve
-from controlplane.errors import InvalidRequest, Unavailable
+from controlplane.errors import InvalidRequest
 from controlplane.inference import access
 from controlplane.infra import storage
 from controlplane.tenants.auth import Principal
@@ -47,12 +47,10 @@ def start_of(principal: Principal, name: str) -> Start:
     check_serving(model)
     if model.version is None:
         return Start(base_model=model.base_model)
-    try:
+    with storage.answering():
         content = storage.read_bytes(
             model.version.config_key, max_bytes=model.version.config_num_bytes
         )
-    except storage.STORAGE_ERRORS as error:
-        raise Unavailable("The object store does not answer.") from error
     try:
         raw = load_json(content, UPLOAD_LIMITS.max_bytes)
         config = read_config(raw, UPLOAD_LIMITS)

@@ -36,7 +36,7 @@ SPECTACULAR_SETTINGS: dict[str, Any] = {
         "InviteStatus": "controlplane.tenants.models.Invite.Status",
         "RoleEnum": "controlplane.tenants.models.Role",
         "ScopesEnum": "controlplane.tenants.permissions.SCOPES",
-        "ServiceKeyScope": "controlplane.operator.service_key_views.scopes.SCOPES",
+        "ServiceKeyScope": "controlplane.operator.service_keys.scopes.SCOPES",
         "KeyRole": "controlplane.operator.tenant_document.KEY_ROLE_CHOICES",
         "KeyEnvironment": "controlplane.tenants.models.ApiKey.Environment",
         "BatchStatus": "controlplane.files.batches.models.Batch.Status",

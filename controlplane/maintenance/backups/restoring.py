@@ -32,7 +32,7 @@ from controlplane.maintenance.backups.folder import (
     digest_of,
     pieces_of,
 )
-from controlplane.operator.service_key_views.models import ServiceKey
+from controlplane.operator.service_keys.models import ServiceKey
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scope import OPERATOR_ROLE
 from controlplane.tenants.models import ApiKey

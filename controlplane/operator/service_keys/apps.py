@@ -2,4 +2,4 @@ from django.apps import AppConfig
 
 
 class ServiceKeysConfig(AppConfig):
-    name = "controlplane.operator.service_key_views"
+    name = "controlplane.operator.service_keys"

@@ -18,8 +18,8 @@ from controlplane.errors import (
     RateLimited,
     Unavailable,
 )
-from controlplane.operator.service_key_views.models import ServiceKey
-from controlplane.operator.service_key_views.scopes import Scope, allowed_by
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope, allowed_by
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants import keys, pepper_change
 from controlplane.tenants.auth import bearer

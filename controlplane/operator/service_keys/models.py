@@ -13,5 +13,5 @@ class ServiceKey(Credential):
 
     id = models.UUIDField(primary_key=True, default=new_id, editable=False)
     created_at = models.DateTimeField(auto_now_add=True)
-    #: Values of `controlplane.operator.service_key_views.scopes.Scope`.
+    #: Values of `controlplane.operator.service_keys.scopes.Scope`.
     scopes = models.JSONField()

@@ -11,12 +11,12 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from controlplane.errors import Conflict, InvalidRequest, NotFound
+from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
 from controlplane.infra.ciphers import pepper_id
 from controlplane.infra.locks import lock_until_commit
-from controlplane.operator.service_key_views.models import ServiceKey
-from controlplane.operator.service_key_views.scopes import Scope
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenants import keys
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.key_services import DEFAULT_GRACE_S, MAX_GRACE_S
@@ -94,9 +94,7 @@ def service_key_get(*, public_id: str) -> ServiceKey:
     service_key = None
     if public_id.isascii() and public_id.isalnum():
         service_key = ServiceKey.objects.filter(public_id=public_id).first()
-    if service_key is None:
-        raise NotFound("There is no such service key.")
-    return service_key
+    return require(service_key, "There is no such service key.")
 
 
 @transaction.atomic

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from django.core.exceptions import ValidationError
-from django.db import transaction
+from django.db import IntegrityError, transaction
 from django.db.models import Q, QuerySet, Sum
 from django.utils import timezone
 
-from controlplane.errors import from_validation
+from controlplane.errors import Conflict, PermissionDenied, from_validation, require
 from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.tenants.auth import Principal
+from controlplane.tenants.key_grants import check_limits_of
 from controlplane.tenants.models import ApiKey
 from controlplane.usage.limits.admit import BudgetPeriod, Limits, Policy
 from controlplane.usage.limits.models import Budget, RateLimit
@@ -94,14 +96,36 @@ def tokens_spent(tenant_id: str, budget: BudgetPeriod) -> int:
     return (sums["read"] or 0) + (sums["written"] or 0)
 
 
+def rate_limits() -> QuerySet[RateLimit]:
+    """Return the limits for all models, and those for models that the caller may name."""
+    rows = RateLimit.objects.filter(model="") | RateLimit.objects.allowed()
+    return rows.select_related("api_key")
+
+
+def rate_limit_get(*, limit_id: uuid.UUID) -> RateLimit:
+    """Return limits that the caller may see. Raises NotFound."""
+    return require(rate_limits().filter(pk=limit_id).first(), "There is no such limit.")
+
+
+def budget_get(*, budget_id: uuid.UUID) -> Budget:
+    """Return the budget. Raises NotFound."""
+    found = Budget.objects.select_related("api_key").filter(pk=budget_id).first()
+    return require(found, "There is no such budget.")
+
+
 @transaction.atomic
 def rate_limit_set(
-    *, api_key_id: uuid.UUID | None = None, model: str = "", **limits: int | None
+    *,
+    api_key_id: uuid.UUID | None = None,
+    model: str = "",
+    by: Principal | None = None,
+    **limits: int | None,
 ) -> RateLimit:
     """Set limits of the tenant in scope, of one of its keys, or of a model.
 
+    by      who sets them; None: the operator, who alone may set those of the whole tenant
     limits  by the names of `RateLimit.RATES`; those not named stay, None does not limit
-    Raises InvalidRequest for an invalid value.
+    Raises InvalidRequest for an invalid value, PermissionDenied, Conflict.
     """
     if model:
         check_named(model, "model")
@@ -113,12 +137,7 @@ def rate_limit_set(
         if name not in RateLimit.RATES:
             raise TypeError(f"there is no limit {name}")
         setattr(row, name, value)
-    return _checked_save(row, before)
-
-
-@transaction.atomic
-def rate_limit_remove(*, api_key_id: uuid.UUID | None = None, model: str = "") -> None:
-    _remove(RateLimit.objects.filter(api_key_id=api_key_id, model=model))
+    return _checked_save(row, before, by)
 
 
 @transaction.atomic
@@ -126,12 +145,15 @@ def budget_set(
     *,
     api_key_id: uuid.UUID | None = None,
     period: str = Budget.Period.MONTH,
+    by: Principal | None = None,
     **limits: int | None,
 ) -> Budget:
     """Set a token budget of the tenant in scope, or of one of its keys.
 
+    by      who sets it; None: the operator
     limits  `hard_limit` and `soft_limit`; the one not named stays, None does not limit
-    Raises InvalidRequest when neither limits then, or the soft one is above the hard one.
+    Raises InvalidRequest when neither limits then, or the soft one is above the hard one,
+    PermissionDenied, Conflict.
     """
     rows = Budget.objects.select_for_update()
     row = rows.filter(api_key_id=api_key_id, period=period).first()
@@ -144,18 +166,25 @@ def budget_set(
         if getattr(row, name) != value:
             setattr(row, name, value)
             setattr(row, name.replace("limit", "told_for"), None)
-    return _checked_save(row, before)
+    return _checked_save(row, before, by)
 
 
 @transaction.atomic
-def budget_remove(*, api_key_id: uuid.UUID | None = None, period: str) -> None:
-    _remove(Budget.objects.filter(api_key_id=api_key_id, period=period))
+def limit_remove(row: RateLimit | Budget, *, by: Principal | None = None) -> None:
+    """Remove limits or a budget; `by` is as for `rate_limit_set`. Raises PermissionDenied."""
+    _check_may_change(row, by)
+    record("deleted", row, before=_audit_fields(row))
+    row.delete()
 
 
-def _remove(rows: QuerySet[Any]) -> None:
-    for row in rows:
-        record("deleted", row, before=_audit_fields(row))
-        row.delete()
+def _check_may_change(row: RateLimit | Budget, by: Principal | None) -> None:
+    if by is None:
+        return
+    if isinstance(row, RateLimit) and row.scope == "tenant":
+        raise PermissionDenied(
+            "Only the operator can set the limits of the whole tenant. Choose a key or a model."
+        )
+    check_limits_of(by, row.api_key)
 
 
 def _audit_fields(row: RateLimit | Budget) -> dict[str, Any]:
@@ -165,11 +194,19 @@ def _audit_fields(row: RateLimit | Budget) -> dict[str, Any]:
     return {field.name: getattr(row, field.attname) for field in fields}
 
 
-def _checked_save(row: _Row, before: dict[str, Any] | None) -> _Row:
+def _checked_save(row: _Row, before: dict[str, Any] | None, by: Principal | None) -> _Row:
     try:
+        _check_may_change(row, by)
         row.full_clean(exclude=["tenant"], validate_unique=False)
+    except PermissionDenied as error:
+        error.param = "api_key" if row.api_key_id else None
+        raise
     except ValidationError as error:
         raise from_validation(error) from error
-    row.save()
+    try:
+        with transaction.atomic():
+            row.save()
+    except IntegrityError as error:
+        raise Conflict("Another request is setting the same limit. Try again.") from error
     record("changed" if before else "created", row, before=before, after=_audit_fields(row))
     return row

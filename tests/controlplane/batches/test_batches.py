@@ -398,8 +398,8 @@ def test_a_limit_is_waited_for_and_a_budget_too(batches: Batches) -> None:
     wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", timeout_s=30)
     time.sleep(3)
     assert client.batches.retrieve(batch.id).request_counts.completed == 0
-    batches.site.run_python(f"{scope}    services.budget_remove(period='month')\n")
+    batches.site.run_python(f"{scope}    services.limit_remove(services.Budget.objects.get())\n")
     done = batches.ended(batch, "globex", timeout_s=90)
     assert done.status == "completed"
     assert done.request_counts.model_dump() == {"total": 6, "completed": 6, "failed": 0}
-    batches.site.run_python(f"{scope}    services.rate_limit_remove()\n")
+    batches.site.run_python(f"{scope}    services.limit_remove(services.RateLimit.objects.get())\n")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from controlplane.operator.service_key_views.models import ServiceKey
-from controlplane.operator.service_key_views.scopes import Scope
-from controlplane.operator.service_key_views.services import service_key_create
 from rest_framework.test import APIClient
 
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_keys.services import service_key_create
 from controlplane.tenancy.scoping import all_tenants
 
 

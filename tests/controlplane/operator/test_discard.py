@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from controlplane.operator.service_key_views.scopes import Scope
 
 from controlplane.events.audit.models import AuditEvent
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.queue.models import DeadLetter
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from tests.controlplane.conftest import Party, as_user, assert_error, make_operator

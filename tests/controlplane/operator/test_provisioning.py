@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from controlplane.operator.service_key_views.scopes import Scope
 from django.core import mail
 from django.db import connections
 from django.utils import timezone
@@ -17,6 +16,7 @@ from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.errors import InvalidRequest
 from controlplane.events.audit.models import AuditEvent
 from controlplane.events.audit.services import verify
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
 from controlplane.tenants.models import ApiKey, Invite, Tenant, User

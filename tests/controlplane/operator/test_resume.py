@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import redis
-from controlplane.operator.service_key_views.scopes import Scope
 from django.test import Client
 from django.urls import reverse
 
 from contract.messages import protocol
 from controlplane.events.audit.models import AuditEvent
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants
 from tests.controlplane.conftest import assert_error, make_operator
 from tests.controlplane.operator.service_keys import as_service_key

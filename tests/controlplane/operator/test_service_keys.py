@@ -10,8 +10,6 @@ import time
 from typing import Any
 
 import pytest
-from controlplane.operator.service_key_views.models import ServiceKey
-from controlplane.operator.service_key_views.scopes import Scope
 from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.db.utils import ProgrammingError
@@ -19,7 +17,9 @@ from django.utils import timezone
 
 from contract.process.log_secrets import masked
 from controlplane.events.audit.models import AuditEvent
-from controlplane.operator.service_key_views import auth
+from controlplane.operator.service_keys import auth
+from controlplane.operator.service_keys.models import ServiceKey
+from controlplane.operator.service_keys.scopes import Scope
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import keys, pepper_change, services
 from controlplane.tenants.models import Tenant, User

@@ -91,13 +91,11 @@ def pool(settings: Any, base_model: BaseModel) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def kept() -> Iterator[list[Wanted]]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     """What is to be kept warm."""
     found: list[Wanted] = []
-    before = list(warmth.SOURCES)
-    warmth.SOURCES[:] = [lambda: found]
-    yield found
-    warmth.SOURCES[:] = before
+    monkeypatch.setattr(warmth, "of_aliases", lambda: found)
+    return found
 
 
 def test_each_worker_says_where_a_version_is(
@@ -266,7 +264,7 @@ def test_without_redis_nobody_waits(adapter: Adapter, pool: Pool, settings: Any)
     settings.REDIS_URL = "redis://127.0.0.1:1/0"
     version = add(adapter)
     assert prefetched([version], timeout_s=60.0) == Prefetched(workers=0, ready=0)
-    on_switch(version=version)
+    on_switch(version)
 
 
 def test_nobody_waits_inside_a_transaction(adapter: Adapter, pool: Pool) -> None:

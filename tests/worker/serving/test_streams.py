@@ -325,11 +325,10 @@ async def test_every_request_of_a_worker_can_be_cancelled_at_one_time(
         for request_id in ids[begin_at : begin_at + 4]:
             pool.submit(request_id)
         assert len(await streams.pull("b", 4)) == 4
-    prefix = protocol.control_key(pool.name, "")
     for request_id in ids:
         message = ControlMessage(action=Control.CANCEL, request_id=request_id)
-        args = [message.encode(), protocol.CONTROL_STREAM_MAX_LEN, prefix, 600]
-        script(keys=[protocol.job_key(pool.name, request_id)], args=args)
+        keys = [protocol.job_key(pool.name, request_id)]
+        script(keys=keys, args=[pool.name, message.encode()])
     for _ in range(200):  # and another tenant's come
         pool.client.xadd(key, {b"m": b'{"action":"poke"}'}, maxlen=protocol.CONTROL_STREAM_MAX_LEN)
     found = [message for _, message in await streams.read_control(b"0-0")]

@@ -12,8 +12,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.utils import timezone
 
 from controlplane.errors import ApiError
-from controlplane.operator.service_key_views.scopes import Scope
-from controlplane.operator.service_key_views.services import service_key_ensure
+from controlplane.operator.service_keys.scopes import Scope
+from controlplane.operator.service_keys.services import service_key_ensure
 from controlplane.tenancy.scoping import all_tenants
 
 
