@@ -191,7 +191,7 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 def _result(case: Case, output: str, logprobs: list[float]) -> Result:
-    scores = checks.scores(case.checks, output, case.expected, _no_search)
+    scores = checks.scores(case.checks, output, case.expected)
     return Result(
         case=case,
         output=output,
@@ -200,10 +200,6 @@ def _result(case: Case, output: str, logprobs: list[float]) -> Result:
         logprob=sum(logprobs),
         num_tokens=len(logprobs),
     )
-
-
-def _no_search(pattern: str, text: str) -> bool:
-    raise AssertionError("no case has a pattern")
 
 
 def decided(live: list[Result], new: list[Result], rows: list[Row]) -> Decision:

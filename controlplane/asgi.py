@@ -12,13 +12,13 @@ import contextlib
 import os
 from typing import Any
 
-from django.core.asgi import get_asgi_application
+import django
 from django.utils.http import parse_header_parameters
 from servestatic import ServeStaticASGI
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
-_django = get_asgi_application()
+django.setup(set_prefix=False)
 
 # After Django is set up: these load models and settings.
 from django.conf import settings  # noqa: E402
@@ -29,7 +29,7 @@ from controlplane.gateway.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E4
 from controlplane.gateway.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
 from controlplane.gateway.door import is_known  # noqa: E402
 from controlplane.gateway.files import receiver  # noqa: E402
-from controlplane.gateway.gzip_answers import Gzipping, takes_gzip  # noqa: E402
+from controlplane.gateway.gzip_answers import GzipHandler  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
@@ -42,7 +42,7 @@ _LAST_NOTES_S = 2.0
 
 _files = receiver.FileReceiver()
 _gateway = BodyLimit(GatewayHandler(), max_bytes=MAX_BODY_BYTES, is_known=is_known)
-_static = ServeStaticASGI(_django, root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
+_static = ServeStaticASGI(GzipHandler(), root=str(settings.STATIC_ROOT), prefix=settings.STATIC_URL)
 _site = BodyLimit(_static, max_bytes=MAX_SITE_BODY_BYTES, is_known=is_known)
 
 
@@ -64,8 +64,6 @@ async def _answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         asked = cross_origin.CrossOrigin(headers)
         scope = {**scope, cross_origin.SCOPE_KEY: asked}
         send = asked.telling(send)
-    if takes_gzip(headers):
-        send = Gzipping(send)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         error = UnsupportedMediaType(
             "The body is compressed. Send it uncompressed, without Content-Encoding."

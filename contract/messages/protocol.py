@@ -183,7 +183,7 @@ class GenerateJob(Message):
     decoding_schema: str | None = None  # for the decoder: the part of it that it can enforce
     is_strict: bool = False  # True: an answer that breaks `json_schema` is a failure
     regex: str | None = None  # the whole answer must match it
-    grammar: str | None = None  # the whole answer must match it; Lark that we wrote
+    grammar: str | None = None  # the whole answer must match it; in llguidance's Lark
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's tool objects, for the chat template
     tool_schemas: tuple[str, ...] = ()  # the schema of each tool's arguments, for the decoder
     # names of tools: a call of them that breaks its schema is a failure

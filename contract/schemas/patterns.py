@@ -111,11 +111,6 @@ def literal(text: str) -> str:
     return "".join(_character(ord(character)) for character in text)
 
 
-def character_range(first: str, last: str) -> str:
-    """Return the regular expression of one character from `first` to `last`."""
-    return _class(((ord(first), ord(last)),))
-
-
 def _parse(pattern: str) -> Choice:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise BadPattern(f"has {len(pattern)} characters; {MAX_PATTERN_CHARS} is the limit")

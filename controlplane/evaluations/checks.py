@@ -1,4 +1,4 @@
-"""Checks of an answer: each gives a score from 0 to 1. Pure, but for patterns.
+"""Checks of an answer: each gives a score from 0 to 1. Pure.
 
     {"type": "exact"}                        the answer is the expected one, but for blanks around
     {"type": "contains", "value": "…"}       it has the text; without `value` the expected answer
@@ -9,7 +9,7 @@
     {"type": "judge", "judge": "…", "rubric": "…"}  what another model says: see `judge`
 
 A schema has no patterns here: an answer's JSON is checked in this process, whose regular
-expressions may take exponential time. Patterns of `regex` are searched in a sealed process.
+expressions may take exponential time. RE2 searches the patterns of `regex`, in linear time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jsonschema
+import re2
 from jsonschema_specifications import REGISTRY
 
 from contract.exact_numbers import is_integer, is_multiple, read_decimal
@@ -35,6 +36,8 @@ MAX_TEXT_CHARS = 4000
 MAX_SCHEMA_CHARS = 16_000
 #: Largest number of a JSON value's fields; values with more are not compared.
 _MAX_FIELDS = 2000
+#: Largest memory of a compiled pattern.
+_PATTERN_BYTES = 32 << 20
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NGRAM = 3
 #: Fields of each type of check, and whether they are required.
@@ -134,29 +137,19 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(item)
 
 
-def scores(
-    checks: Iterable[Check],
-    output: str,
-    expected: str,
-    search: Callable[[str, str], bool],
-) -> list[float | None]:
-    """Return the score of each check; None for a judge's, which is asked later.
-
-    search  (pattern, text) -> whether the pattern is found in the text
-    """
-    return [_score(check, output, expected, search) for check in checks]
+def scores(checks: Iterable[Check], output: str, expected: str) -> list[float | None]:
+    """Return the score of each check; None for a judge's, which is asked later."""
+    return [_score(check, output, expected) for check in checks]
 
 
-def _score(
-    check: Check, output: str, expected: str, search: Callable[[str, str], bool]
-) -> float | None:
+def _score(check: Check, output: str, expected: str) -> float | None:
     match check["type"]:
         case "exact":
             return float(output.strip() == expected.strip())
         case "contains":
             return float(check.get("value", expected.strip()) in output)
         case "regex":
-            return float(search(check["pattern"], output))
+            return float(is_found(check["pattern"], output))
         case "json_f1":
             return json_f1(output, expected)
         case "json_schema":
@@ -164,6 +157,20 @@ def _score(
         case "similarity":
             return similarity(output, expected, check.get("by", "tokens"))
     return None
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Return whether a pattern that was checked is found; one too large for RE2 is not."""
+    options = re2.Options()
+    options.log_errors, options.max_mem = False, _PATTERN_BYTES
+    try:
+        expression = re2.compile(read_pattern(pattern).search, options)
+    except re2.error:
+        return False
+    finally:
+        re2.purge()  # it would keep the last 128 patterns
+    # RE2 takes no half of a surrogate pair.
+    return expression.search(text.encode("utf-8", "replace").decode()) is not None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

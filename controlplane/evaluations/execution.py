@@ -22,7 +22,7 @@ from django.utils import timezone
 
 from contract.training.judging import Score
 from controlplane.errors import ApiError, NotFound
-from controlplane.evaluations import asking, batch_scores, checks, searching, services
+from controlplane.evaluations import asking, batch_scores, checks, services
 from controlplane.evaluations.asking import Asked, Stopped
 from controlplane.evaluations.batch_scores import ScoresGone
 from controlplane.evaluations.judge import JudgeFailed, NoMark, mark
@@ -171,15 +171,7 @@ def _left(evaluation: Evaluation) -> QuerySet[Case]:
 
 def _keep(evaluation: Evaluation, answers: Iterable[Asked]) -> None:
     """Score answers and write their results. Raises Stopped when the lease is lost."""
-    answers = list(answers)
-    wanted = [
-        (check["pattern"], asked.output)
-        for asked in answers
-        for check in asked.case.checks
-        if check["type"] == "regex" and not asked.error
-    ]
-    found = searching.searched(wanted)
-    rows = [_result(evaluation, asked, found) for asked in answers]
+    rows = [_result(evaluation, asked) for asked in answers]
     with transaction.atomic():
         lease = EvaluationLease(evaluation)
         if not lease.rows(Status.RUNNING).select_for_update().exists():
@@ -189,14 +181,12 @@ def _keep(evaluation: Evaluation, answers: Iterable[Asked]) -> None:
         lease.extend(lease.rows(Status.RUNNING), LEASE, num_done=num_done, failures=0)
 
 
-def _result(evaluation: Evaluation, asked: Asked, found: dict[tuple[str, str], bool]) -> Result:
+def _result(evaluation: Evaluation, asked: Asked) -> Result:
     case = asked.case
     if asked.error:
         scores: list[float | None] = [0.0] * len(case.checks)
     else:
-        scores = checks.scores(
-            case.checks, asked.output, case.expected, lambda *search: found[search]
-        )
+        scores = checks.scores(case.checks, asked.output, case.expected)
     return Result(
         evaluation=evaluation,
         case=case,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.handlers.asgi import ASGIHandler
 from django.core.handlers.exception import convert_exception_to_response
+
+from controlplane.gateway.gzip_answers import GzipHandler
 
 #: A context's worth of text, many times over.
 MAX_BODY_BYTES = 8 * 1024**2
 
 
-class GatewayHandler(ASGIHandler):
+class GatewayHandler(GzipHandler):
     """Django's handler, reduced to URL resolution and views."""
 
     def load_middleware(self, is_async: bool = False) -> None:

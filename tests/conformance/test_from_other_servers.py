@@ -310,7 +310,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"guided_json": "{"}, "guided_json", "not of valid JSON"),
         ({"guided_json": '{"const": 1e999}'}, "guided_json", "not of valid JSON"),
         ({"guided_regex": "(a"}, "guided_regex", "not a regular expression"),
-        ({"guided_grammar": "%import x"}, "guided_grammar", "directives are not supported"),
+        ({"guided_grammar": "start: a"}, "guided_grammar", "cannot be used"),
         ({"ebnf": 'root ::= "a'}, "ebnf", "line 1"),
         ({"ebnf": "root ::= root"}, "ebnf", "cannot be used"),
         ({"structured_outputs": {}}, "structured_outputs", "json, regex"),

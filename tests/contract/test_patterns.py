@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.schemas.ecma_regex import BadPattern
-from contract.schemas.pattern_search_process import is_found
 from contract.schemas.patterns import Pattern, other_than, read_pattern, texts_of, whole_text
 
 NODE = shutil.which("node")
@@ -114,7 +113,6 @@ def test_a_pattern_means_to_every_engine_what_ecma_says(case: Case) -> None:
     pattern = read_pattern(case.pattern)
     for text in case.found + case.missed:
         assert is_found_by_re2(pattern, text) == (text in case.found), text
-        assert is_found(case.pattern, text) == (text in case.found), text
         if pattern.whole is not None:
             assert decoder_takes(pattern.whole, text) == (text in case.found), text
 
@@ -157,7 +155,6 @@ def test_whatever_is_accepted_can_be_searched_and_means_the_same_whole(pattern: 
         return
     for text in TEXTS:
         found = is_found_by_re2(read, text)
-        assert is_found(pattern, text) == found
         if read.whole is not None:
             assert (re2.fullmatch(read.whole, text) is not None) == found
     texts = texts_of(pattern, 40)

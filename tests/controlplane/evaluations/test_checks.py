@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from contract.training.row_messages import Row
 from controlplane.errors import InvalidRequest
 from controlplane.evaluations import checks
+from controlplane.evaluations.asking import MAX_OUTPUT_CHARS
 from controlplane.evaluations.leakage import digests_of_rows, prompt_digest
-from controlplane.evaluations.searching import searched
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
 
@@ -36,6 +37,8 @@ SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "int
         ({"type": "json_schema", "schema": {"const": 0.5}}, "0.50", "", 1.0),
         ({"type": "json_schema", "schema": {}}, "NaN", "", 0.0),
         ({"type": "json_schema", "schema": {}}, "9" * 5000, "", 0.0),
+        ({"type": "regex", "pattern": "^[a-c]+$"}, "abc", "", 1.0),
+        ({"type": "regex", "pattern": "^[a-c]+$"}, "abcd", "", 0.0),
         ({"type": "similarity"}, "The cat, sat", "the cat sat", 6 / 7),
         ({"type": "similarity", "by": "characters"}, "abcd", "ABCE", 0.5),
         ({"type": "similarity", "by": "characters"}, "", "abc", 0.0),
@@ -43,7 +46,7 @@ SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "int
 )
 def test_scores(check: dict[str, Any], output: str, expected: str, score: float) -> None:
     [stored] = checks.checked([check], "checks", has_expected=bool(expected))
-    [found] = checks.scores([stored], output, expected, lambda *_: False)
+    [found] = checks.scores([stored], output, expected)
     assert found == pytest.approx(score)
 
 
@@ -74,9 +77,15 @@ def test_without_an_expected_answer_nothing_is_compared_with_it() -> None:
             checks.checked([{"type": kind}], "checks", has_expected=False)
 
 
-def test_a_slow_pattern_ends_and_does_not_take_others_with_it() -> None:
-    slow, quick = ("(a*)*b", "a" * 60), ("^[a-c]+$", "abc")
-    assert searched([slow, quick]) == {slow: False, quick: True}
+@pytest.mark.parametrize("pattern", ["(a*)*b", r"(.*){3}a.{800}b", r"\p{L}{90}[0-9]"])
+def test_no_pattern_takes_long(pattern: str) -> None:
+    began = time.process_time()
+    assert not checks.is_found(pattern, "a" * MAX_OUTPUT_CHARS)
+    assert time.process_time() - began < 10
+
+
+def test_half_a_character_is_searched_too() -> None:
+    assert checks.is_found("b$", "\ud800b")
 
 
 def test_a_prompt_is_known_again_in_other_letters_and_below_another_system_message() -> None:
