@@ -16,7 +16,7 @@ from demo.state import DemoState, TenantState
 
 MAX_TOKENS = 120
 #: Enough for a held-out answer; the base model would write more.
-HELD_OUT_MAX_TOKENS = 96
+HELD_OUT_MAX_TOKENS = 72
 #: The base model is asked fewer: it writes to the limit, and gets nearly nothing right.
 NUM_BASE_PROMPTS = 8
 CONCURRENCY = 28  # one batch: a CPU reads the weights once for one request or for all
