@@ -204,7 +204,7 @@ def test_more_alternatives_than_the_vocabulary_has(tmp_path: Path, name: str) ->
     engine = Engine(EngineConfig(model_dir=base, arena_bytes=1 << 20))
     with pytest.raises(RequestError) as raised:
         engine.add(request("r", [1, 2], **{name: 9}))
-    assert raised.value.param == name and "vocabulary has 8" in raised.value.message
+    assert raised.value.param == name and "at most 8" in raised.value.message
     got = run(engine, request("r", [1, 2], max_tokens=1, **{name: 8}))["r"]
     assert got.error is None
     [entry] = got.logprobs or got.prompt_logprobs
