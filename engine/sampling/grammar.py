@@ -195,9 +195,8 @@ class _Backend:
         import llguidance
         from outlines.backends.llguidance import LLGuidanceBackend
         from outlines.models.transformers import Transformers
-        from outlines.types import JsonSchema
 
-        self._llguidance, self._json_schema = llguidance, JsonSchema
+        self._llguidance = llguidance
         self._limits = parser_limits(llguidance)
         if isinstance(tokenizer, Path):
             tokenizer = _read_tokenizer(tokenizer)
@@ -211,8 +210,9 @@ class _Backend:
         source = grammar.source()
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                schema = self._json_schema(source).schema
-                processor = self._outlines.get_json_schema_logits_processor(schema)
+                # Not through Outlines' JsonSchema: it compiles each pattern by `re`, whose cache of
+                # the whole process tells by time what another tenant compiled.
+                processor = self._outlines.get_json_schema_logits_processor(source)
             case GrammarKind.REGEX:
                 processor = self._outlines.get_regex_logits_processor(source)
             case GrammarKind.LARK:
@@ -300,7 +300,7 @@ class GrammarCompiler:
             matcher = self._backend.compile(grammar)
         except BadGrammar:
             raise
-        except Exception as error:  # jsonschema and llguidance raise errors of their own
+        except Exception as error:  # llguidance raises errors of its own
             raise BadGrammar(f"the grammar is not valid: {error}", param=grammar.param) from error
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():  # from compiling or from computing the first mask

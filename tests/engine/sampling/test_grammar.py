@@ -362,3 +362,22 @@ def test_prepared_once_for_whoever_asks_meanwhile(
 def _space() -> int:
     text_of(Result())
     return next(i for i, character in _CHARACTERS.items() if character == "Ġ")
+
+
+def test_no_pattern_is_kept_for_the_whole_process(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`re` keeps what it compiled: its time would tell what another tenant's schema has."""
+    compiled: list[Any] = []
+    compile_pattern = re.compile
+
+    def noted(pattern: Any, *flags: Any) -> Any:
+        compiled.append(pattern)
+        return compile_pattern(pattern, *flags)
+
+    monkeypatch.setattr(re, "compile", noted)
+    pattern = "^[a-f]{2,5}$"
+    schema = json.dumps({"type": "string", "pattern": pattern, "maxLength": 5})
+    engine = make_engine()
+    done = run(engine, request("r", prompt(1, 4), json_schema=schema, max_tokens=2))["r"]
+    assert done.error is None and pattern not in compiled
