@@ -60,7 +60,7 @@ class Platform:
     """Web, worker, accountant, batch runner and Celery as child processes of one folder."""
 
     def __init__(self, env: Mapping[str, str], *, folder: Path, port: int) -> None:
-        #: By process.
+        #: By the processes' names.
         self.metrics_ports = dict(zip(NAMES, choose_ports(len(NAMES)), strict=True))
         # Only `manage.py migrate` connects as the tables' owner.
         self._env = {name: value for name, value in env.items() if name != "DATABASE_OWNER_URL"}

@@ -5,7 +5,7 @@
 
 The folder is a Hugging Face model folder (config.json, model.safetensors, tokenizer files) plus
 `lorikeet.json`: {"name", "revision"}. The revision is the sha256 of the source file, so that
-machines that convert the same file agree on every adapter's digest. Converting takes 10 to 20 s; an
+machines that convert the same file agree on every adapter's digest. Converting takes about 20 s; an
 existing folder is left as it is.
 """
 

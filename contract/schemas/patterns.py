@@ -9,7 +9,6 @@ refused by name, among it everything that needs backtracking.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from contract.schemas.ecma_regex import (
@@ -233,7 +232,6 @@ def _repeated(ends: list[str], low: int, high: int, most: int) -> list[str] | No
     return list(found)
 
 
-@functools.lru_cache(64)
 def _class(ranges: tuple[tuple[int, int], ...]) -> str:
     known = merged(complement([*complement(list(ranges)), _SURROGATES]))
     if not known:
