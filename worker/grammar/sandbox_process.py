@@ -181,8 +181,8 @@ def _serve(connection: Connection, setup: Setup, args: tuple[Any, ...], memory_b
         os.nice(NICENESS)
     work = setup(*args)
     _limit_memory(memory_bytes)
-    connection.send(None)
     with contextlib.suppress(EOFError, OSError):
+        connection.send(None)
         while True:
             job, cpu_s = connection.recv()
             began = time.process_time()

@@ -36,7 +36,7 @@ def result_file_make(run: TrainingRun) -> None:
 
     Other runs have none. Raises storage.STORAGE_ERRORS.
     """
-    rows = TrainingRun.objects.filter(
+    rows = TrainingRun.objects.allowed().filter(
         pk=run.pk, result_file_id=None, status=TrainingRun.Status.PUBLISHING
     )
     if run.training_file_id is None or not rows.exists():
