@@ -351,8 +351,7 @@ class GpuModel:
                 self._offsets(projections),
                 add=False,
             )
-        # The library's products leave the side stream more room than those for few rows do.
-        base, scales = self._product(batch, x, weight, bias, onto, functional.linear)
+        base, scales = self._product(batch, x, weight, bias, onto, is_shared=True)
         self._join(side)
         self._adjust(batch, index, projections, base, later)
         return _Product(base, delta, scales)
@@ -364,15 +363,19 @@ class GpuModel:
         weight: Matrix,
         bias: torch.Tensor | None,
         onto: torch.Tensor | None = None,
-        linear: Linear | None = None,
+        is_shared: bool = False,
     ) -> tuple[torch.Tensor, Scales | None]:
         """Return (x W^T + b, the scales that it lacks).
 
         An FP8 product that a bias is added to, or that adapters adjust, gets its scales here.
+
+        is_shared  whether adapters' kernels are to run beside it
         """
         if isinstance(weight, Fp8Matrix):
             assert x.fp8 is not None
-            product, scales = fp8_product(x.fp8, weight, self.weights.norm.dtype)
+            product, scales = fp8_product(
+                x.fp8, weight, self.weights.norm.dtype, is_shared=is_shared
+            )
             if bias is None and batch.extras is None:
                 return product, scales
             return apply_scales_triton(product, scales, bias), None
@@ -380,9 +383,10 @@ class GpuModel:
             return int4_linear(x.given, weight, bias), None
         if onto is not None:
             return onto.addmm_(x.given, weight.t()), None
-        if bias is not None:
+        # In bf16 the library's products leave more room than those for few rows do.
+        if bias is not None or is_shared:
             return functional.linear(x.given, weight, bias), None
-        return (linear or self._linear)(x.given, weight), None
+        return self._linear(x.given, weight), None
 
     def _adjust(
         self,

@@ -25,6 +25,7 @@ from kernels.fp8 import (
 )
 from kernels.fp8_groups import GROUP, grouped_product_triton
 from kernels.gate_up import gate_up_silu_triton
+from kernels.linear import skinny_linear_triton
 from kernels.lora_plan import TILE_T, make_plan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import norm_triton, rms_norm_ref
@@ -67,6 +68,20 @@ def test_a_product_with_its_scales_is_the_linear(device: str) -> None:
     biased = apply_scales_triton(product.float(), scales, bias)
     torch.testing.assert_close(biased, expected + bias, rtol=1e-2, atol=1e-2)
     assert (expected - x @ weight.T).norm() / expected.norm() < 0.06
+
+
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_the_product_beside_other_kernels_is_the_same(tokens: int, device: str) -> None:
+    matrix = quantize_matrix(torch.randn(80, 96, device=device))
+    rows = quantize_rows_triton(torch.randn(tokens, 96, device=device))
+    expected = rows.numbers.float() @ matrix.numbers.float().T
+    out = skinny_linear_triton(
+        rows.numbers, matrix.numbers, dtype=torch.float32, block_n=64, block_k=64, num_stages=2
+    )
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+    shared, _ = fp8_product(rows, matrix, torch.bfloat16, is_shared=True)
+    alone, _ = fp8_product(rows, matrix, torch.bfloat16)
+    torch.testing.assert_close(shared, alone, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 def test_rows_and_devices_of_a_matrix(device: str) -> None:
