@@ -164,6 +164,13 @@ def quantize_rows_ref(x: torch.Tensor, fixed: torch.Tensor | None = None) -> Fp8
     return Fp8Rows(numbers, scale)
 
 
+def quantize_tensor(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return x's numbers in E4M3, contiguous, and the scale of all of them."""
+    wide = x.float()
+    scale = max(float(wide.abs().max()), _LEAST) / FP8_MAX
+    return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous(), scale
+
+
 def quantize_matrix(weight: torch.Tensor) -> Fp8Matrix:
     """Quantise a weight [N, K], a scale per row."""
     return Fp8Matrix(*quantize_rows_ref(weight))

@@ -96,6 +96,7 @@ class GpuModel:
         linear: Linear = linear,
     ) -> None:
         self.config, self.weights, self.layout, self.arena = config, weights, layout, arena
+        self._tiles = layout.tiles(arena)
         self.device = arena.device
         self._linear = linear
         self._scale = config.head_dim**-0.5
@@ -286,7 +287,7 @@ class GpuModel:
             h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
             given = x.fp8 or x.given
             inner = gate_up_silu_triton(
-                given, weight, h=h, arena=self.arena, table=table, plan=plan, layer=index
+                given, weight, h=h, arena=self._tiles, table=table, plan=plan, layer=index
             )
             return _quantized(inner, layer.down)
         if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
@@ -297,7 +298,7 @@ class GpuModel:
             gate_up, scales = self._product(batch, x, weight, layer.gate_up_bias)
             self._join(side)
             self._adjust(batch, index, GATE_UP, gate_up)
-            inner = lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index, scales)
+            inner = lora_silu_mul_triton(gate_up, h, self._tiles, table, plan, index, scales)
             return _quantized(inner, layer.down)
         gate_up, delta, scales = self._linear_with_lora(
             batch, index, GATE_UP, x, weight, layer.gate_up_bias
@@ -342,7 +343,7 @@ class GpuModel:
             )
             lora_expand_triton(
                 h,
-                self.arena,
+                self._tiles,
                 batch.table,
                 batch.plan,
                 index,
@@ -405,7 +406,7 @@ class GpuModel:
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor
     ) -> torch.Tensor:
         assert batch.table is not None and batch.plan is not None
-        return lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
+        return lora_shrink_triton(x, self._tiles, batch.table, batch.plan, index, projections)
 
     def _offsets(self, projections: tuple[Projection, ...]) -> tuple[int, ...]:
         widths = (self.config.projection_widths[p][1] for p in projections)
