@@ -57,7 +57,7 @@ class Figures:
         self.first_runs: list[Row] = files["first-token-h200"]["runs"]
         self.host: Row = targets["host"]
         self.precision: Row = files["precision-h200"]
-        rows = [row for row in targets["results"] if "system" not in row]
+        rows = targets["results"]
         self.decode: dict[tuple[int, int], Row] = {}
         self.mixed: Row | None = None
         self.again: Row | None = None  # batch 64 without adapters, beside resident ones
