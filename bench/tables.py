@@ -54,7 +54,6 @@ class Figures:
         }
         self.offline_host: Row = files["offline-h200"]["host"]
         self.starts: list[Row] = files["start-h200"]["results"]
-        self.first_runs: list[Row] = files["first-token-h200"]["runs"]
         self.host: Row = targets["host"]
         self.precision: Row = files["precision-h200"]
         rows = targets["results"]
@@ -148,9 +147,7 @@ def sentences(figures: Figures) -> list[str]:
     if 0 in first and 1 in first:
         lines.append(
             f"First token of a prompt of 32: {first[0]['ms_first']:.1f} ms, with a resident "
-            f"adapter {first[1]['ms_first']:.1f} ms; on {len(figures.first_runs)} cards "
-            f"{spread(figures.first_runs, 'ms_first')} and "
-            f"{spread(figures.first_runs, 'ms_first_adapter')}."
+            f"adapter {first[1]['ms_first']:.1f} ms."
         )
     if figures.mixed_share is not None:
         lines.append(
@@ -187,12 +184,6 @@ def many_sentences(figures: Figures) -> list[str]:
             "that with all resident (target 2)."
         )
     return lines
-
-
-def spread(rows: list[Row], field: str) -> str:
-    """Return for example "5.6 to 7.0 ms"."""
-    values = [row[field] for row in rows if field in row]
-    return f"{min(values):.1f} to {max(values):.1f} ms"
 
 
 def offline_sentences(figures: Figures) -> list[str]:
@@ -409,7 +400,7 @@ def fill(text: str, figures: Figures) -> str:
 
 def load() -> Figures:
     names = (
-        "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200", "first-token-h200",
+        "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200",
         "gateway", "refusals", "grammar", "precision-h200",
     )  # fmt: skip
     return Figures({n: json.loads((RESULTS / f"{n}.json").read_text()) for n in names})
