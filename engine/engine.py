@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from engine.adapter_store import make_store
 from engine.adapters.files import DigestOf
 from engine.config import EngineConfig
 from engine.drafts.ahead import MAX_DRAFTS
 from engine.drafts.heads import HeadDrafts
 from engine.drafts.speculation import Speculation
 from engine.errors import RequestError
-from engine.execution.adapter_store import make_store
 from engine.execution.batch import BatchBuilder
 from engine.execution.in_flight import InFlightStep
 from engine.execution.lending import Lending

@@ -15,9 +15,9 @@ Letters used in shapes everywhere in Lorikeet:
 
 from kernels.attention import paged_attention
 from kernels.kv_pages import PageLayout
-from kernels.lora import lora_expand, lora_shrink
-from kernels.lora_adjust import lora_adjust
-from kernels.lora_table import (
+from kernels.lora.adjust import lora_adjust
+from kernels.lora.apply import lora_expand, lora_shrink
+from kernels.lora.table import (
     NUM_PROJECTIONS,
     TILE_ROWS,
     AdjustTable,

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from kernels.backend import TensorDescriptor, jit, tl
 from kernels.fp8 import Activation, Fp8Matrix, Fp8Rows
-from kernels.lora_plan import TILE_T, LoraPlan
-from kernels.lora_table import LoraTable
+from kernels.lora.plan import TILE_T, LoraPlan
+from kernels.lora.table import LoraTable
 from kernels.silu_mul import silu_mul_ref
 
 

@@ -7,10 +7,10 @@ from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl, use_triton
 from kernels.fp8 import Fp8Matrix, Fp8Rows, Scales, empty_rows, scale_and_quantize
-from kernels.lora_expand import tile_rows
-from kernels.lora_plan import LoraPlan
-from kernels.lora_shrink import load_record
-from kernels.lora_table import LoraTable
+from kernels.lora.expand import tile_rows
+from kernels.lora.plan import LoraPlan
+from kernels.lora.shrink import load_record
+from kernels.lora.table import LoraTable
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The path of requests to /v1: each goes through `gateway_view`, in this order.
 
     bounds        the web server's, and `body_limit`, before Django sees the request
-    the key       once, before the body is parsed: from memory, or in one visit to the database
+    the key       before the body is parsed: from memory, or in one visit to the database; where a
+                  body comes slowly, `body_limit` has asked `is_known` before
     the body      `GatewayRequest.parse`
     the model     `GatewayRequest.admit`, with the limits: from memory, or in one visit
     the queue     `GatewayRequest.admit`

@@ -1,4 +1,4 @@
-"""Ends a run that is trained as the version ends that comes of it."""
+"""Makes the version of a run that is trained, and ends the run as the version ends."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from engine.execution.lora_inputs import LoraInputs
 from engine.execution.lora_table import LoraScope
 from kernels import LoraBatch
 from kernels.attention_decode import DecodeWorkspace
-from kernels.lora_plan import LoraPlan, empty_plan, fill_plan
+from kernels.lora.plan import LoraPlan, empty_plan, fill_plan
 from kernels.sampling import advance_triton, greedy_triton
 
 # Not 224 or 448: the library takes longer for them than for 256 or 512 (H200, a layer: 177 us for

@@ -23,16 +23,16 @@ from kernels import (
     PageLayout,
     Projection,
     add_rms_norm,
-    lora_adjust,
-    lora_expand,
-    lora_shrink,
     paged_attention,
     rms_norm,
     rope_kv_write,
     silu_mul,
 )
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
-from kernels.lora_vocab import lora_embed, lora_head
+from kernels.lora import adjust as lora_adjust
+from kernels.lora import expand as lora_expand
+from kernels.lora import shrink as lora_shrink
+from kernels.lora.vocab import lora_embed, lora_head
 from kernels.rms_norm import rms_norm_ref
 
 QKV = (Projection.Q, Projection.K, Projection.V)

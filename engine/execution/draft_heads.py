@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from engine.adapters.tiles import HeadMap
-from kernels.lora_vocab import block_views
+from kernels.lora.vocab import block_views
 
 
 @dataclass(slots=True)

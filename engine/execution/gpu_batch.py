@@ -10,7 +10,7 @@ from engine.adapters.copies import Arrival
 from engine.execution.prompt_scores import Scores
 from kernels import LoraExtras, LoraTable
 from kernels.attention_decode import DecodeWorkspace
-from kernels.lora_plan import LoraPlan
+from kernels.lora.plan import LoraPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,12 +42,12 @@ from kernels.fp8 import (
 from kernels.gate_up import can_fuse, gate_up_silu_triton
 from kernels.int4 import Int4Matrix, int4_linear
 from kernels.linear import linear
-from kernels.lora_adjust import lora_adjust_triton
-from kernels.lora_expand import lora_expand_triton
-from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK
-from kernels.lora_rows import replace_embedded_triton, replace_logits_triton
-from kernels.lora_shrink import lora_shrink_triton
-from kernels.lora_vocab import lora_embed, lora_head, sampled
+from kernels.lora.adjust import lora_adjust_triton
+from kernels.lora.expand import lora_expand_triton
+from kernels.lora.plan import MANY_CHUNKS, RANK_BLOCK
+from kernels.lora.rows import replace_embedded_triton, replace_logits_triton
+from kernels.lora.shrink import lora_shrink_triton
+from kernels.lora.vocab import lora_embed, lora_head, sampled
 from kernels.rms_norm import norm_triton
 from kernels.rope import rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_triton

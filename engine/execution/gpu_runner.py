@@ -32,8 +32,8 @@ from engine.sampling.sampler import Draw, Drawn, Sampled
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
 from kernels.fp8 import Fp8Matrix
-from kernels.lora import block_of
-from kernels.lora_plan import RANK_BLOCK, make_plan
+from kernels.lora.apply import block_of
+from kernels.lora.plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
 # Number of decodes in a step without a graph from which they use the decode kernel: in the prefill

@@ -26,7 +26,7 @@ from engine.execution.lora_inputs import LoraInputs, fill_segments
 from engine.execution.lora_table import LoraScope
 from engine.execution.uploads import upload
 from kernels.attention_decode import DecodeWorkspace
-from kernels.lora_plan import RANK_BLOCK, LoraPlan, empty_plan, fill_plan
+from kernels.lora.plan import RANK_BLOCK, LoraPlan, empty_plan, fill_plan
 from kernels.sampling import greedy_triton
 
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)

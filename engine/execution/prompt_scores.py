@@ -20,7 +20,7 @@ from engine.execution.uploads import upload
 from engine.request import TokenLogprob
 from engine.sequence import Row, Sequence
 from kernels import LoraExtras
-from kernels.lora_vocab import sampled
+from kernels.lora.vocab import sampled
 
 # Largest size of one block's logits in fp32, in bytes; computing the scores takes twice as much in
 # addition.

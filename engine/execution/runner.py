@@ -37,10 +37,10 @@ from engine.sampling.sampler import Sampled
 from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
-from kernels.lora_cpu import CpuLora
+from kernels.lora.cpu import CpuLora
 
 # Largest size of all copies of decoding adapters that make a CPU step fast; see
-# kernels/lora_cpu.py.
+# kernels/lora/cpu.py.
 _MAX_STACK_BYTES = 1 << 30
 
 
@@ -100,7 +100,6 @@ class ModelRunner:
             if config.is_cpu
             else torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
         )
-        self._tiles = layout.tiles(self.arena)
         if config.runs_triton:
             self.base = BaseWeights(model, PlainWeights(weights))
             self._gpu = make_gpu(arena=self.arena, max_positions=max_positions)
@@ -122,7 +121,7 @@ class ModelRunner:
             keep_freed_memory()
         if config.is_cpu and dtype == torch.float32:
             self._cpu_lora = CpuLora(
-                arena=self._tiles,
+                arena=layout.tiles(self.arena),
                 widths=model.projection_widths,
                 num_layers=model.num_layers,
                 max_bytes=_MAX_STACK_BYTES,
@@ -216,7 +215,7 @@ class ModelRunner:
         if batch.lora is None:
             return None
         tiled: Adapters = (
-            TiledAdapters(batch.lora, self._tiles)
+            TiledAdapters(batch.lora, self._layout.tiles(self.arena))
             if self._cpu_lora is None
             else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
         )

@@ -16,7 +16,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 from engine.training.run import LINEARS, RunSettings
-from kernels.lora_table import Projection
+from kernels.lora.table import Projection
 from kernels.training import SPAN, Placement, Pools
 
 # Elements that are copied between host and device at a time, where somebody else has to have turns.

@@ -26,10 +26,10 @@ from kernels.fp8 import (
 from kernels.fp8_groups import GROUP, grouped_product_triton
 from kernels.gate_up import gate_up_silu_triton
 from kernels.linear import skinny_linear_triton
-from kernels.lora import lora_expand_ref, lora_shrink_ref
-from kernels.lora_expand import lora_expand_triton
-from kernels.lora_plan import TILE_T, make_plan
-from kernels.lora_shrink import lora_shrink_triton
+from kernels.lora.apply import lora_expand_ref, lora_shrink_ref
+from kernels.lora.expand import lora_expand_triton
+from kernels.lora.plan import TILE_T, make_plan
+from kernels.lora.shrink import lora_shrink_triton
 from kernels.rms_norm import norm_triton, rms_norm_ref
 from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_ref

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.gate_up import gate_up_silu_ref, gate_up_silu_triton
-from kernels.lora_plan import TILE_T, make_plan
-from kernels.lora_shrink import lora_shrink_triton
+from kernels.lora.plan import TILE_T, make_plan
+from kernels.lora.shrink import lora_shrink_triton
 from kernels.silu_mul import silu_mul_ref
 from tests.kernels.cases import make_adapters
 from tests.kernels.test_triton import assert_near

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import AdjustTable, ExtraSegment, LoraExtras, Projection
-from kernels.lora_adjust import lora_adjust_ref, lora_adjust_triton
+from kernels.lora.adjust import lora_adjust_ref, lora_adjust_triton
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

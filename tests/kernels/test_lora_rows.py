@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import RowTable
-from kernels.lora_rows import (
+from kernels.lora.rows import (
     replace_embedded_ref,
     replace_embedded_triton,
     replace_logits_ref,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels.lora_stacks import SITES, Matrix, Shape, Stack, Stacks
+from kernels.lora.stacks import SITES, Matrix, Shape, Stack, Stacks
 
 WIDTHS = ((24, 32), (24, 16), (24, 16), (32, 24), (24, 40), (24, 40), (40, 24))
 SHAPES: tuple[Shape, ...] = ((4,) * 7, (8, 0, 8, 0, 0, 0, 0), (16,) * 7)

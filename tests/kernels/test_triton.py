@@ -12,10 +12,10 @@ from kernels.attention import paged_attention_ref
 from kernels.attention_decode import DecodeWorkspace, attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
 from kernels.linear import linear_ref, skinny_linear_triton
-from kernels.lora_expand import lora_expand_triton
-from kernels.lora_expand_decode import lora_expand_decode_triton
-from kernels.lora_plan import FEW_TOKENS, make_plan
-from kernels.lora_shrink import lora_shrink_triton, row_warps
+from kernels.lora.expand import lora_expand_triton
+from kernels.lora.expand_decode import lora_expand_decode_triton
+from kernels.lora.plan import FEW_TOKENS, make_plan
+from kernels.lora.shrink import lora_shrink_triton, row_warps
 from kernels.mask_logits import apply_bitmask_ref, apply_bitmask_triton
 from kernels.rms_norm import (
     add_rms_norm_ref,

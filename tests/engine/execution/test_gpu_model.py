@@ -30,7 +30,7 @@ from engine.model.config import ModelConfig
 from engine.model.weights import LayerWeights, Weights
 from kernels import LoraTable, PageLayout
 from kernels.attention_decode import DecodeWorkspace
-from kernels.lora_plan import make_plan
+from kernels.lora.plan import make_plan
 from tests.kernels.cases import Adapters, make_adapters
 
 E, H, K, D, INNER, V, LAYERS = 32, 4, 2, 16, 48, 64, 2

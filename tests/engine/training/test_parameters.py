@@ -88,6 +88,6 @@ def test_a_starting_adapter_has_to_fit(tiny: Path) -> None:
 
 
 def test_the_linears_are_in_the_order_of_the_kernels() -> None:
-    from kernels.lora_table import Projection
+    from kernels.lora.table import Projection
 
     assert [f"{each.name.lower()}_proj" for each in Projection] == list(LINEARS)

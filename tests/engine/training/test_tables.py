@@ -11,7 +11,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.training.parameters import FUSED, AdapterLayout, Span
 from engine.training.tables import SiteTables
-from kernels.lora_table import Projection
+from kernels.lora.table import Projection
 from kernels.training import SPAN, make_sites
 from tests.engine.training.scenes import SETTINGS
 

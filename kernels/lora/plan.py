@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl
-from kernels.lora_table import LoraBatch
+from kernels.lora.table import LoraBatch
 
 RANK_BLOCK = 16  # the smallest inner dimension of a matrix product on tensor cores
 FEW_TOKENS = 2  # segments up to this long do without tensor cores, where most rows would be empty

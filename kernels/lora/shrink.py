@@ -3,7 +3,7 @@
 A unit of work is an item of the plan (a chunk of tokens times 16 rank rows of each projection that
 shares the input) times a part of the inner dimension. In a step with many segments of one or two
 tokens, it is four rank rows of one projection over the whole inner dimension: no program waits for
-another. The reference is `kernels.lora.lora_shrink_ref`.
+another. The reference is `kernels.lora.apply.lora_shrink_ref`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import jit, next_power_of_2, num_launched, tl
-from kernels.lora_plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
-from kernels.lora_table import LoraTable
+from kernels.lora.plan import MANY_CHUNKS, RANK_BLOCK, LoraPlan
+from kernels.lora.table import LoraTable
 
 
 @jit()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.huge_pages import empty_fp32
-from kernels.lora_table import NUM_PROJECTIONS, Projection
+from kernels.lora.table import NUM_PROJECTIONS, Projection
 
 # Projections that read the same input, in the table's order.
 SITES = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl
-from kernels.lora_table import RowTable
+from kernels.lora.table import RowTable
 
 # Programs that share the new tokens of one row; each token reads a row of the LM head.
 _HEAD_PROGRAMS = 16

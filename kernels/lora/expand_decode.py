@@ -3,7 +3,7 @@
 A unit of work is an item of the plan times a group of output columns. A chunk of n items cuts each
 group into parts, more for a higher rank, and its items share them. So a unit reads 16 rank rows of
 512 columns for any rank, or twice that beyond rank 128, and an adapter of high rank does not delay
-the others. The reference is `kernels.lora.lora_expand_ref`.
+the others. The reference is `kernels.lora.apply.lora_expand_ref`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import itertools
 import torch
 
 from kernels.backend import ceil_div, jit, num_launched, tl
-from kernels.lora_plan import FEW_TOKENS, LoraPlan
-from kernels.lora_shrink import load_record
-from kernels.lora_table import LoraTable
+from kernels.lora.plan import FEW_TOKENS, LoraPlan
+from kernels.lora.shrink import load_record
+from kernels.lora.table import LoraTable
 
 
 @jit()

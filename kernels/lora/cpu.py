@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from kernels.huge_pages import empty_fp32
-from kernels.lora_stacks import SITES, Matrix, Shape, SiteBags, Stack, Stacks
-from kernels.lora_table import NUM_PROJECTIONS, LoraBatch, LoraTable
+from kernels.lora.stacks import SITES, Matrix, Shape, SiteBags, Stack, Stacks
+from kernels.lora.table import NUM_PROJECTIONS, LoraBatch, LoraTable
 
 # Largest number of rows of a segment that uses `embedding_bag`; longer segments use batched
 # products.

@@ -1,6 +1,6 @@
 """LoRA of the token embedding and of the LM head, and rows of them that adapters replace.
 
-Replaced rows are here only if kernels/lora_rows.py has no table of them. Such adapters are rare, so
+Replaced rows are here only if kernels/lora/rows.py has no table of them. Such adapters are rare, so
 their segments are computed one by one, in plain torch on any device. The matrix as wide as the
 vocabulary is stored by token, `[V, R]`, so that an embedding reads R adjacent values for a token.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kernels.lora_table import Blocks, ExtraSegment, LoraExtras, NewRows, VocabPart
+from kernels.lora.table import Blocks, ExtraSegment, LoraExtras, NewRows, VocabPart
 
 # Number of rows of a replaced matrix to multiply at a time: their results need memory beside the
 # logits.

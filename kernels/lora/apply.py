@@ -1,7 +1,7 @@
 """Many LoRA adapters of any rank in one batch: y += scale * (x A^T) B^T, with each token's adapter.
 
 The *shrink* is x A^T, the *expand* is the product with B^T. On a GPU the vectors between the two
-are rows as in lora_plan.py, on a CPU a dense `[projections, T, 8 * max_tiles]`; the caller only
+are rows as in plan.py, on a CPU a dense `[projections, T, 8 * max_tiles]`; the caller only
 passes them on.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import use_triton
-from kernels.lora_expand import lora_expand_triton
-from kernels.lora_plan import make_plan
-from kernels.lora_shrink import lora_shrink_triton
-from kernels.lora_table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch
+from kernels.lora.expand import lora_expand_triton
+from kernels.lora.plan import make_plan
+from kernels.lora.shrink import lora_shrink_triton
+from kernels.lora.table import NUM_PROJECTIONS, TILE_ROWS, LoraBatch
 
 
 def lora_shrink_ref(

@@ -1,7 +1,7 @@
 """The expand for long segments on a GPU: rank-space vectors times B^T, reading tiles in place.
 
 A unit of work is a chunk of the plan times a block of output columns. For short segments see
-lora_expand_decode.py; the reference is `kernels.lora.lora_expand_ref`.
+expand_decode.py; the reference is `kernels.lora.apply.lora_expand_ref`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import itertools
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, num_launched, tl
-from kernels.lora_expand_decode import lora_expand_decode_triton, put
-from kernels.lora_plan import RANK_BLOCK, LoraPlan
-from kernels.lora_shrink import load_record
-from kernels.lora_table import LoraTable
+from kernels.lora.expand_decode import lora_expand_decode_triton, put
+from kernels.lora.plan import RANK_BLOCK, LoraPlan
+from kernels.lora.shrink import load_record
+from kernels.lora.table import LoraTable
 
 
 @jit()

@@ -12,7 +12,7 @@ import itertools
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
-from kernels.lora_table import NUM_PROJECTIONS, LoraExtras
+from kernels.lora.table import NUM_PROJECTIONS, LoraExtras
 
 
 def lora_adjust_ref(
