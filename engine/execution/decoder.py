@@ -29,9 +29,8 @@ from kernels import (
     silu_mul,
 )
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
-from kernels.lora import adjust as lora_adjust
-from kernels.lora import expand as lora_expand
-from kernels.lora import shrink as lora_shrink
+from kernels.lora.adjust import lora_adjust
+from kernels.lora.apply import lora_expand, lora_shrink
 from kernels.lora.vocab import lora_embed, lora_head
 from kernels.rms_norm import rms_norm_ref
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable
-from kernels.lora import expand as lora_expand
-from kernels.lora import shrink as lora_shrink
+from kernels.lora.apply import lora_expand, lora_shrink
 from kernels.lora.cpu import CpuLora
 
 WIDTHS = ((24, 32), (24, 16), (24, 16), (32, 24), (24, 40), (24, 40), (40, 24))

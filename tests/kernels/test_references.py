@@ -17,8 +17,7 @@ from transformers.models.llama.modeling_llama import (
 
 from kernels import add_rms_norm, apply_bitmask, paged_attention, rms_norm, rope_kv_write, silu_mul
 from kernels.attention import paged_attention_ref
-from kernels.lora import expand as lora_expand
-from kernels.lora import shrink as lora_shrink
+from kernels.lora.apply import lora_expand, lora_shrink
 from tests.kernels.cases import make_adapters, make_cache
 
 
