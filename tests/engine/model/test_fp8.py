@@ -107,9 +107,10 @@ def test_weights_are_the_checkpoints(
             assert torch.equal(layer.qkv.dense(), torch.cat(dense))
 
 
-def refused(folder: Path) -> UnsupportedModel:
+def refused(folder: Path, device: str = "cuda") -> UnsupportedModel:
+    """Load to a GPU: without one, whatever is not refused before it is used fails otherwise."""
     with pytest.raises(UnsupportedModel) as caught:
-        load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
+        load_weights(folder, ModelConfig.from_folder(folder), device, torch.float32)
     return caught.value
 
 
@@ -124,21 +125,31 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
     ("name", "path", "value"),
     [
         ("fp8-dynamic", "quant_method", "hqq"),
+        ("fp8-dynamic", "quant_method", "bitsandbytes"),
         ("fp8-dynamic", "quant_method", None),
         ("fp8-dynamic", "quant_method", ["fp8"]),
         ("fp8-dynamic", "fmt", "e5m2"),
         ("fp8-dynamic", "weight_block_size", [64, 128]),
+        ("fp8-dynamic", "weight_block_size", [0, 0]),
+        ("fp8-dynamic", "weight_block_size", 0),
         ("fp8-blocks", "activation_scheme", "static"),
         ("fp8-dynamic", "activation_scheme", "sometimes"),
         ("fp8-dynamic", "ignored_layers", "lm_head"),
+        ("fp8-dynamic", "ignored_layers", ["lm_haed"]),
+        ("fp8-dynamic", "modules_to_not_convert", ["model.layers.2", "re:.*vision"]),
         ("fp8-dynamic", "new_field", True),
         ("channel-token", "format", "int-quantized"),
         ("channel-token", "kv_cache_scheme", {"num_bits": 8}),
         ("channel-token", "ignore", ["re:("]),
+        ("channel-token", "ignore", ["gate"]),
         ("channel-token", "config_groups", {}),
         ("channel-token", "config_groups.group_0", 5),
         ("channel-token", "config_groups.group_0.targets", ["Linear", "Embedding"]),
         ("channel-token", "config_groups.group_0.weights", None),
+        ("channel-token", "config_groups.group_0.format", "pack-quantized"),
+        ("channel-token", "config_groups.group_0.new_field", True),
+        ("channel-token", "config_groups.group_0.weights.new_field", True),
+        ("channel-token", "config_groups.group_0.weights.dynamic", True),
         ("channel-token", "config_groups.group_0.weights.num_bits", 4),
         ("channel-token", "config_groups.group_0.weights.type", "int"),
         ("channel-token", "config_groups.group_0.weights.strategy", "group"),
@@ -174,44 +185,55 @@ Q = "model.layers.0.self_attn.q_proj"
         ("no scale", f"{Q}.weight_scale"),
         ("scales cut", f"{Q}.weight_scale"),
         ("scale of NaN", f"{Q}.weight_scale"),
+        ("infinite scale", f"{Q}.weight_scale"),
         ("scale of zero", f"{Q}.weight_scale"),
         ("negative scale", f"{Q}.weight_scale"),
         ("weight of NaN", f"{Q}.weight"),
         ("weight in bf16", f"{Q}.weight"),
         ("weight cut", f"{Q}.weight"),
         ("input scale unasked", "model.layers.0.mlp.down_proj.input_scale"),
+        ("no input scale, as static", f"{Q}.input_scale"),
+        ("input scale of zero, as static", f"{Q}.input_scale"),
+        ("input scales of rows, as static", f"{Q}.input_scale"),
         ("half ignored", "quantization_config"),
+        ("all ignored", f"{Q}.weight"),
+        ("no config", f"{Q}.weight"),
     ],
 )
 def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
     family: Callable[[str], Path], tmp_path: Path, problem: str, named: str
 ) -> None:
     folder = tmp_path / "fp8"
-    save_checkpoint(
-        family("llama"), folder, "fp8-blocks" if "block" in problem else "channel-token"
-    )
+    kinds = {"block": "fp8-blocks", "as static": "fp8-static"}
+    name = next((kinds[word] for word in kinds if word in problem), "channel-token")
+    save_checkpoint(family("llama"), folder, name)
+    config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     scale, weight = f"{Q}.weight_scale", f"{Q}.weight"
     changes: dict[str, Callable[[], object]] = {
         "no scale": lambda: tensors.pop(scale),
         "scales cut": lambda: tensors.update({scale: tensors[scale][:5].clone()}),
         "scale of NaN": lambda: tensors[scale][3].fill_(float("nan")),
+        "infinite scale": lambda: tensors[scale][3].fill_(float("inf")),
         "scale of zero": lambda: tensors[scale][3].fill_(0),
         "negative scale": lambda: tensors[scale][3].neg_(),
         "weight of NaN": lambda: tensors[weight].view(torch.uint8)[2, 2].fill_(0x7F),
         "weight in bf16": lambda: tensors.update({weight: tensors[weight].bfloat16()}),
         "weight cut": lambda: tensors.update({weight: tensors[weight][:8].clone()}),
         "input scale unasked": lambda: tensors.update({named: torch.ones(1)}),
-        "half ignored": lambda: None,
+        "no input scale, as static": lambda: tensors.pop(named),
+        "input scale of zero, as static": lambda: tensors[named].fill_(0),
+        "input scales of rows, as static": lambda: tensors.update({named: torch.ones(64)}),
+        "half ignored": lambda: config["quantization_config"].update(ignore=[Q]),
+        "all ignored": lambda: config["quantization_config"].update(ignore=["model.layers"]),
+        "no config": lambda: config.pop("quantization_config"),
         "blocks cut": lambda: tensors.update({named: torch.ones(3, 1)}),
         "block of zero": lambda: tensors[named].fill_(0),
     }
     changes[problem]()
     save_file(tensors, folder / "model.safetensors")
-    if problem == "half ignored":
-        fields = json.loads((folder / "config.json").read_text())
-        fields["quantization_config"]["ignore"] = [Q]
-        (folder / "config.json").write_text(json.dumps(fields))
-    error = refused(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    # Numbers are not read twice.
+    error = refused(folder, "cpu" if problem == "weight of NaN" else "cuda")
     assert error.param == named
     assert named in str(error)
