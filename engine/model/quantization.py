@@ -142,8 +142,8 @@ def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
         ignored=tuple(ignored),
         is_static=activations == "static",
         in_blocks=bool(block),
-        weight=("weight_scale_inv",) if block else ("weight_scale", "weight_scale_inv"),
-        activation=("input_scale", "activation_scale"),
+        weight=("weight_scale_inv", "weight_scale"),
+        activation=("activation_scale", "input_scale"),
     )
 
 

@@ -46,7 +46,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8-dynamic": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
     "fp8-static": {
         "quant_method": "fp8", "activation_scheme": "static",
-        "ignored_layers": ["lm_head", "model.layers.1.mlp"],
+        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"],
+    },
+    "fp8-vllm": {
+        "quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"],
     },
     "fp8-blocks": {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
@@ -83,12 +86,17 @@ def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, Fp8Matrix]
         peak = tensor.abs().amax(dim=1) if is_channel else tensor.abs().max().reshape(1)
         scale = (peak / FP8_MAX).to(torch.bfloat16).float()
         numbers = (tensor / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-        inputs = torch.tensor([0.02]) if "static" in name else None
+        inputs = torch.tensor([0.02]) if "static" in name or name == "fp8-vllm" else None
         tensors[key] = numbers
         stored = scale.to(torch.bfloat16)
-        tensors[f"{module}.weight_scale"] = stored[:, None] if is_channel else stored
-        if inputs is not None:
-            tensors[f"{module}.input_scale"] = inputs
+        if name in ("fp8-dynamic", "fp8-static"):  # as transformers writes them
+            tensors[f"{module}.weight_scale_inv"] = scale.squeeze()
+            if inputs is not None:
+                tensors[f"{module}.activation_scale"] = inputs.squeeze()
+        else:
+            tensors[f"{module}.weight_scale"] = stored[:, None] if is_channel else stored
+            if inputs is not None:
+                tensors[f"{module}.input_scale"] = inputs
         matrices[module] = Fp8Matrix(numbers, scale.expand(len(tensor)).contiguous(), inputs)
     folder.mkdir()
     fields = json.loads((base / "config.json").read_text())

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import load_weights
-from kernels.fp8 import Fp8Matrix
+from engine.model.weights import dense, load_weights
 from tests.engine.conftest import save_adapter
 from tests.engine.model.families import save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
     ADAPTERS,
+    WIDE,
     FamilyOracle,
     check,
     make_engine,
 )
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 #: Differences of log-probabilities, the largest and the mean. If adapters read the rounded
 #: activation, some would be above 0.3.
@@ -60,10 +63,11 @@ def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_each_format(
-    family: Callable[[str], Path], tmp_path: Path, name: str
+    family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
-    base = family("llama")
+    base = family(kind)
     adapters = save_adapters(base, tmp_path / "adapters")
     matrices = save_checkpoint(base, tmp_path / "fp8", name)
     change = functools.partial(make_fp8, matrices=matrices)
@@ -85,26 +89,53 @@ def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, n
     engine.close()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_checkpoints(
-    family: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    matrices = save_checkpoint(family("llama"), tmp_path / "fp8", name)
-    config = ModelConfig.from_folder(tmp_path / "fp8")
-    weights = load_weights(tmp_path / "fp8", config, "cpu", torch.float32)
+def check_weights(folder: Path, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Check a folder's linears against those expected by module; others are not quantised."""
+    weights = load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        down = matrices.get(f"{prefix}.mlp.down_proj")
-        if down is None:
-            assert isinstance(layer.down, torch.Tensor)
-        else:
-            assert isinstance(layer.down, Fp8Matrix)
-            assert torch.equal(layer.down.dense(), down.dense())
-        parts = [matrices.get(f"{prefix}.self_attn.{n}_proj") for n in "qkv"]
-        dense = [part.dense() for part in parts if part is not None]
-        if dense:
-            assert isinstance(layer.qkv, Fp8Matrix)
-            assert torch.equal(layer.qkv.dense(), torch.cat(dense))
+        for matrix_name, names in parts.items():
+            room = "self_attn" if matrix_name in ("qkv", "o") else "mlp"
+            modules = [f"model.layers.{index}.{room}.{name}_proj" for name in names]
+            matrix = getattr(layer, matrix_name)
+            if modules[0] not in expected:
+                assert isinstance(matrix, torch.Tensor)
+                continue
+            wanted = torch.cat([expected[module].to(dtype) for module in modules])
+            assert torch.equal(dense(matrix, dtype).to(dtype), wanted)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_checkpoints(tmp_path: Path, name: str, kind: str) -> None:
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    matrices = save_checkpoint(base, tmp_path / "fp8", name)
+    check_weights(tmp_path / "fp8", {k: m.dense() for k, m in matrices.items()}, torch.float32)
+
+
+def by_transformers(folder: Path, config_class: type[Any]) -> dict[str, torch.Tensor]:
+    """The linears of a folder's layers by module, as transformers dequantises them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config_class(dequantize=True)
+    )
+    return {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in model.state_dict().items()
+        if name.endswith("_proj.weight")
+    }
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "fp8-vllm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+    """In bfloat16, as compressed-tensors multiplies by scales of bfloat16."""
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    save_checkpoint(base, tmp_path / "fp8", name)
+    config_class: type[Any] = FineGrainedFP8Config
+    if FORMATS[name]["quant_method"] == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")  # GPU machines have none
+        config_class = CompressedTensorsConfig
+    check_weights(tmp_path / "fp8", by_transformers(tmp_path / "fp8", config_class), torch.bfloat16)
 
 
 def refused(folder: Path, device: str = "cuda") -> UnsupportedModel:
@@ -192,9 +223,9 @@ Q = "model.layers.0.self_attn.q_proj"
         ("weight in bf16", f"{Q}.weight"),
         ("weight cut", f"{Q}.weight"),
         ("input scale unasked", "model.layers.0.mlp.down_proj.input_scale"),
-        ("no input scale, as static", f"{Q}.input_scale"),
-        ("input scale of zero, as static", f"{Q}.input_scale"),
-        ("input scales of rows, as static", f"{Q}.input_scale"),
+        ("no input scale, as static", f"{Q}.activation_scale"),
+        ("input scale of zero, as static", f"{Q}.activation_scale"),
+        ("input scales of rows, as static", f"{Q}.activation_scale"),
         ("half ignored", "quantization_config"),
         ("all ignored", f"{Q}.weight"),
         ("no config", f"{Q}.weight"),

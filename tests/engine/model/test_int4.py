@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CompressedTensorsConfig
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import dense, load_weights
-from kernels.int4 import Int4Matrix
 from tests.engine.model.families import save_family
-from tests.engine.model.int4_bases import FORMATS, put_weights, save_checkpoint
-from tests.engine.model.test_families import FamilyOracle, check, make_engine
-from tests.engine.model.test_fp8 import edit, refused, save_adapters
+from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
+from tests.engine.model.test_families import WIDE, FamilyOracle, check, make_engine
+from tests.engine.model.test_fp8 import (
+    KINDS,
+    by_transformers,
+    check_weights,
+    edit,
+    refused,
+    save_adapters,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +34,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_each_format(
-    family: Callable[[str], Path], tmp_path: Path, name: str
+    family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
-    base = family("qwen3" if name == "awq" else "llama")
+    base = family(kind)
     adapters = save_adapters(base, tmp_path / "adapters")
     change = functools.partial(put_weights, dense=save_checkpoint(base, tmp_path / "int4", name))
     oracle = FamilyOracle(base, adapters, change)
@@ -40,22 +47,22 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_checkpoints(
-    family: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    expected = save_checkpoint(family("llama"), tmp_path / "int4", name)
-    config = ModelConfig.from_folder(tmp_path / "int4")
-    weights = load_weights(tmp_path / "int4", config, "cpu", torch.float32)
-    for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        qkv = [expected[f"{prefix}.self_attn.{n}_proj"] for n in "qkv"]
-        assert isinstance(layer.qkv, Int4Matrix)
-        assert torch.equal(layer.qkv.dense(), torch.cat(qkv))
-        down = expected.get(f"{prefix}.mlp.down_proj")
-        assert isinstance(layer.down, torch.Tensor) == (down is None)
-        if down is not None:
-            assert torch.equal(dense(layer.down, torch.float32), down)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_checkpoints(tmp_path: Path, name: str, kind: str) -> None:
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    expected = save_checkpoint(base, tmp_path / "int4", name)
+    check_weights(tmp_path / "int4", expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if n.startswith("packed")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_compressed_tensors(tmp_path: Path, name: str, kind: str) -> None:
+    """In bfloat16, as it multiplies by scales of bfloat16."""
+    pytest.importorskip("compressed_tensors")  # GPU machines have none
+    save_checkpoint(save_family(tmp_path / "base", kind, **WIDE), tmp_path / "int4", name)
+    expected = by_transformers(tmp_path / "int4", CompressedTensorsConfig)
+    check_weights(tmp_path / "int4", expected, torch.bfloat16)
 
 
 GROUP = "config_groups.group_0"
