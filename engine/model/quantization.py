@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import UnsupportedModel
@@ -37,7 +37,7 @@ _NEUTRAL = {
 }  # fmt: skip
 _READ = {
     "fp8": {"activation_scheme", "ignored_layers", "modules_to_not_convert", "weight_block_size"},
-    "compressed-tensors": {"config_groups", "ignore"},
+    "compressed-tensors": {"config_groups", "ignore", "kv_cache_scheme"},
     "gptq": {"bits", "checkpoint_format", "desc_act", "group_size"},
     "awq": {"bits", "group_size", "modules_to_not_convert", "version"},
 }
@@ -54,9 +54,11 @@ class Scheme:
 
     ignored  patterns of the modules that are stored as they are; "re:" begins a regular expression,
              anything else is a module's name, its end, or a parent's name
+    has_kv_scales  whether each layer has a scale for keys and one for values, `k_scale`, `v_scale`
     """
 
     ignored: tuple[str, ...] = ()
+    has_kv_scales: bool = False
 
     def ignores(self, module: str) -> bool:
         """Return whether the module is stored as it is."""
@@ -123,6 +125,9 @@ def read_scheme(
     if scheme.ignored and not any(map(scheme.ignores, modules)):
         field = next(name for name in _IGNORED if fields.get(name))
         raise _refusal(field, f"names no module of the model: {', '.join(scheme.ignored[:3])}")
+    if kv := fields.get("kv_cache_scheme"):
+        _check_numbers(kv, "kv_cache_scheme", ("tensor",))
+        scheme = replace(scheme, has_kv_scales=True)
     return scheme
 
 

@@ -62,7 +62,8 @@ class LayerWeights:
 class Weights:
     """The weights of a decoder.
 
-    may_pack  whether the decoder may keep a second copy of the matrices in its library's layout
+    may_pack   whether the decoder may keep a second copy of the matrices in its library's layout
+    kv_scales  each layer's (scale of keys, scale of values) in FP8; empty: all are 1
     """
 
     embedding: torch.Tensor  # [V, E]
@@ -70,6 +71,7 @@ class Weights:
     norm: torch.Tensor  # [E]
     lm_head: torch.Tensor  # [V, E]; the embedding's own tensor when they are tied
     may_pack: bool = True
+    kv_scales: tuple[tuple[float, float], ...] = ()
 
 
 class TensorSource(Protocol):
@@ -142,6 +144,17 @@ class _Checkpoint:
             fused[first : first + height].copy_(self._take(name, (height, width)))
             first += height
         return fused
+
+    def kv_scales(self, num_layers: int) -> tuple[tuple[float, float], ...]:
+        """Return `Weights.kv_scales`."""
+        if self._scheme is None or not self._scheme.has_kv_scales:
+            return ()
+        layers = [f"model.layers.{i}.self_attn" for i in range(num_layers)]
+        key, value = (
+            [self._take_scale(f"{layer}.{name}", 1).item() for layer in layers]
+            for name in ("k_scale", "v_scale")
+        )
+        return tuple(zip(key, value, strict=True))
 
     def drop(self, suffix: str) -> None:
         self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
@@ -253,9 +266,11 @@ def load_weights(
 
     in_fp8  quantise linears that the checkpoint does not have in FP8
     """
-    build_weights(_Checkpoint(folder, config.scheme, "meta", dtype), config)
-    checkpoint = _Checkpoint(folder, config.scheme, device, dtype)
-    return build_weights(checkpoint, config, in_fp8=in_fp8)
+    for place in ("meta", device):
+        checkpoint = _Checkpoint(folder, config.scheme, place, dtype)
+        scales = checkpoint.kv_scales(config.num_layers)
+        weights = build_weights(checkpoint, config, in_fp8=in_fp8)
+    return replace(weights, kv_scales=scales)
 
 
 def build_weights(

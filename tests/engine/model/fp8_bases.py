@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,21 @@ def make_fp8(model: Any, matrices: dict[str, Fp8Matrix] | None = None) -> None:
 
 
 def _attend_fp8(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attend as sdpa does, to keys and values as E4M3 with the scale 1 keeps them."""
-    key, value = (each.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(query.dtype) for each in (key, value))
+    """Attend as sdpa does, to keys and values as E4M3 keeps them."""
+    key, value = (
+        (each / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).to(query.dtype) * scale
+        for each, scale in zip((key, value), module.kv_scales, strict=True)
+    )
     return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-def keep_kv_in_fp8(model: Any) -> None:
-    """Have a Hugging Face model attend to rounded keys and values."""
+def keep_kv_in_fp8(model: Any, scales: Sequence[tuple[float, float]] = ()) -> None:
+    """Have a Hugging Face model attend to rounded keys and values.
+
+    scales  each layer's (scale of keys, scale of values); empty: all are 1
+    """
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.kv_scales = scales[index] if scales else (1.0, 1.0)
     AttentionInterface.register("fp8_kv", _attend_fp8)
     AttentionMaskInterface.register("fp8_kv", sdpa_mask)
     model.set_attn_implementation("fp8_kv")

@@ -89,6 +89,64 @@ def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, n
     engine.close()
 
 
+#: So small that many keys and values are cut off.
+KV_SCALES = [(0.004, 0.002), (0.003, 0.006)]
+KV_SCHEME = {
+    "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
+}  # fmt: skip
+
+
+def save_kv_scales(folder: Path, scheme: Mapping[str, Any] = KV_SCHEME, **more: Any) -> None:
+    """Add the scales to a checkpoint of compressed-tensors, and other tensors of layer 0."""
+    tensors = load_file(folder / "model.safetensors")
+    for index, scales in enumerate(KV_SCALES):
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+            tensors[f"model.layers.{index}.self_attn.{name}"] = torch.tensor([scale])
+    tensors |= {f"model.layers.0.self_attn.{name}": tensor for name, tensor in more.items()}
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"]["kv_cache_scheme"] = scheme
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kv_precision", ["fp8", None])
+def test_keys_and_values_with_the_checkpoints_scales(
+    family: Callable[[str], Path], tmp_path: Path, kv_precision: str | None
+) -> None:
+    """Where keys and values are not in FP8, the scales mean nothing."""
+    base, folder = family("llama"), tmp_path / "fp8"
+    matrices = save_checkpoint(base, folder, "channel-token")
+    save_kv_scales(folder)
+
+    def change(model: Any) -> None:
+        make_fp8(model, matrices)
+        if kv_precision == "fp8":
+            keep_kv_in_fp8(model, KV_SCALES)
+
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
+    engine = make_engine(oracle, model_dir=folder, kv_precision=kv_precision, page_size=64)
+    check(engine, oracle)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changed"),
+    [
+        ("k_scale", torch.ones(2)),  # one of each head
+        ("v_scale", torch.zeros(1)),
+        ("v_scale", torch.full((1,), float("nan"))),
+        ("k_zero_point", torch.zeros(1)),
+    ],
+)
+def test_scales_of_keys_and_values_are_refused_by_name(
+    family: Callable[[str], Path], tmp_path: Path, tensor: str, changed: torch.Tensor
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "fp8", "channel-token")
+    save_kv_scales(tmp_path / "fp8", KV_SCHEME, **{tensor: changed})
+    assert refused(tmp_path / "fp8").param == f"model.layers.0.self_attn.{tensor}"
+
+
 def check_weights(folder: Path, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Check a folder's linears against those expected by module; others are not quantised."""
     weights = load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
@@ -153,8 +211,27 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_bits", 4),
+        ("type", "int"),
+        ("strategy", "attn_head"),
+        ("dynamic", True),
+        ("symmetric", False),
+    ],
+)
+def test_other_kv_cache_schemes_are_refused_by_name(
+    family: Callable[[str], Path], tmp_path: Path, field: str, value: Any
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "fp8", "channel-token")
+    save_kv_scales(tmp_path / "fp8", {**KV_SCHEME, field: value})
+    assert refused(tmp_path / "fp8").param == f"quantization_config.kv_cache_scheme.{field}"
+
+
+@pytest.mark.parametrize(
     ("name", "path", "value"),
     [
+        ("fp8-dynamic", "kv_cache_scheme", KV_SCHEME),
         ("fp8-dynamic", "quant_method", "hqq"),
         ("fp8-dynamic", "quant_method", "bitsandbytes"),
         ("fp8-dynamic", "quant_method", None),
@@ -170,7 +247,6 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
         ("fp8-dynamic", "modules_to_not_convert", ["model.layers.2", "re:.*vision"]),
         ("fp8-dynamic", "new_field", True),
         ("channel-token", "format", "int-quantized"),
-        ("channel-token", "kv_cache_scheme", {"num_bits": 8}),
         ("channel-token", "ignore", ["re:("]),
         ("channel-token", "ignore", ["gate"]),
         ("channel-token", "config_groups", {}),
