@@ -25,6 +25,8 @@ class EngineConfig:
                           they are loaded; None: the base is as the checkpoint has it
     kv_precision          "fp8": keys and values are kept in E4M3, in half of the memory; None: in
                           `dtype`
+    adapter_precision     "fp8": adapters' matrices are kept in E4M3 with a scale each, in half of
+                          the memory; None: in `dtype`
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
@@ -67,6 +69,7 @@ class EngineConfig:
     dtype: str | None = None
     base_precision: str | None = None
     kv_precision: str | None = None
+    adapter_precision: str | None = None
     arena_bytes: int | None = None
     reserved_share: float = 0.0
     max_adapter_bytes: int | None = None
@@ -101,7 +104,7 @@ class EngineConfig:
             raise ValueError(f"reserved_share is {self.reserved_share}, not from 0 to below 1")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
-        for name in ("base_precision", "kv_precision"):
+        for name in ("base_precision", "kv_precision", "adapter_precision"):
             if getattr(self, name) not in (None, "fp8"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not fp8 or None")
         for name in (
@@ -155,6 +158,7 @@ class EngineConfig:
             head_dim=model.head_dim,
             page_size=self.page_size,
             per_element=self.bytes_per_element if self.kv_precision == "fp8" else 1,
+            tile_per_element=self.bytes_per_element if self.adapter_precision == "fp8" else 1,
         )
         widest = max(max(widths) for widths in model.projection_widths)
         if layout.page_elems < widest:

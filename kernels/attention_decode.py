@@ -180,6 +180,18 @@ def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> in
     return min(32, next_power_of_2(max(1, most // max(num_sequences * num_kv_heads, 1))))
 
 
+def _tile(units: int) -> tuple[int, int, int]:
+    """Return (keys read together, warps, stages) for this number of sequences times KV heads.
+
+    Measured on an H200 (8B shape). With many units, small tiles let all of them be under way at
+    once: 49 us after 58 at 256 sequences of 160 tokens. With fewer, two warps do better than four:
+    106 us after 157 for 32 sequences of 4,096 tokens in FP8. A few wait for their loads alone.
+    """
+    if units >= 1024:
+        return 32, 4, 2
+    return (64, 2, 3) if units > 64 else (64, 8, 2)
+
+
 class DecodeWorkspace:
     """Scratch memory for split contexts; launches that share one must not overlap.
 
@@ -217,9 +229,9 @@ def attention_decode_triton(
     workspace: DecodeWorkspace | None = None,
     quantized: Fp8Rows | None = None,
     fixed: torch.Tensor | None = None,
-    block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    block_n: int = 0,
+    num_warps: int = 0,
+    num_stages: int = 0,
     min_part: int = MIN_PART,
 ) -> torch.Tensor:
     """Attend for q [T, H, D] of the sequences with one new token -> out [T, H, D].
@@ -235,6 +247,9 @@ def attention_decode_triton(
     key_scale, value_scale = layout.scales_of(layer)
     if workspace is None:
         workspace = DecodeWorkspace(num_sequences, num_heads, layout, q.device)
+    tile = _tile(num_sequences * layout.num_kv_heads)
+    given = (block_n, num_warps, num_stages)
+    block_n, num_warps, num_stages = (mine or its for mine, its in zip(given, tile, strict=True))
     _decode_kernel[(num_sequences, layout.num_kv_heads, workspace.parts)](
         q_ptr=q,
         out_ptr=out,

@@ -103,7 +103,7 @@ def _add_adapters(
             h_ptrs = h_ptr + (h_at + block * count)[:, None] * 32 + r[None, :]
             h = tl.load(h_ptrs, mask=live, other=0.0)
             b_ptrs = (arena_ptr + offset)[:, None] + column[None, :]
-            b = tl.load(b_ptrs, mask=has[:, None] & is_own, other=0.0)
+            b = tl.load(b_ptrs, mask=has[:, None] & is_own, other=0.0).to(h.dtype)
             both = tl.dot(h, b, both, input_precision="ieee")
         done = start + length
         chunk += tl.cdiv(done - chunk_row, CHUNK_T)

@@ -24,6 +24,7 @@ class PageLayout:
                  they are E4M3, and a page takes a half or a quarter of the bytes
     scales       each layer's (scale of keys, scale of values): what is stored is divided by it;
                  empty: all are 1
+    tile_per_element  the same of adapters' tiles: numbers in an element; more than 1: E4M3
     """
 
     num_layers: int
@@ -32,6 +33,7 @@ class PageLayout:
     page_size: int = 16
     per_element: int = 1
     scales: tuple[tuple[float, float], ...] = ()
+    tile_per_element: int = 1
 
     @property
     def is_fp8(self) -> bool:
@@ -61,6 +63,10 @@ class PageLayout:
     def kv(self, arena: torch.Tensor) -> torch.Tensor:
         """View the arena [P, page_elems] as keys and values, [P, page_numbers]."""
         return arena.view(FP8) if self.is_fp8 else arena
+
+    def tiles(self, arena: torch.Tensor) -> torch.Tensor:
+        """View the arena as the numbers of adapters' tiles."""
+        return arena.view(FP8) if self.tile_per_element > 1 else arena
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         """Return the factors of a layer's stored keys and stored values."""

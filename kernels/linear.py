@@ -60,10 +60,11 @@ def skinny_linear_triton(
     block_k: int = 256,
     num_warps: int = 4,
     num_stages: int = 4,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K], weight [N, K] contiguous -> [T, N]; meant for T up to 64."""
+    """x [T, K], weight [N, K] contiguous -> [T, N] in `dtype` (x's); meant for T up to 64."""
     num_tokens, width = x.shape
-    out = torch.empty(num_tokens, weight.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, weight.shape[0], dtype=dtype or x.dtype, device=x.device)
     block_t = min(64, max(16, next_power_of_2(num_tokens)))
     _skinny_kernel[(ceil_div(weight.shape[0], block_n), ceil_div(num_tokens, block_t))](
         x_ptr=x,

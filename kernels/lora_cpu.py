@@ -80,9 +80,10 @@ class _TableView:
 
     def _matrix(self, run: list[float], in_width: int, out_width: int) -> Matrix:
         a, b, rows = int(run[0]), int(run[1]), int(run[2])
+        # Tiles in E4M3 are converted: torch multiplies none on a CPU.
         return (
-            self._flat[a : a + rows * in_width].view(rows, in_width),
-            self._flat[b : b + rows * out_width].view(rows, out_width),
+            self._flat[a : a + rows * in_width].view(rows, in_width).float(),
+            self._flat[b : b + rows * out_width].view(rows, out_width).float(),
             run[3],
         )
 
@@ -309,7 +310,7 @@ class CpuLoraStep:
 class CpuLora:
     """Keeps the stacks of the running adapters.
 
-    arena      [P, page_elems] fp32
+    arena      [P, page_elems] fp32, or its view as E4M3
     widths     (in, out) of the seven projections
     max_bytes  of all stacks together; other adapters use their tiles in place
     """

@@ -65,7 +65,7 @@ def lora_tile(
             (arena_ptr + start)[:, None] + columns[None, :],
             mask=has[:, None] & (columns < width)[None, :],
             other=0.0,
-        )
+        ).to(h.dtype)
         product = tl.dot(h, b, product, input_precision="ieee")
     return product
 

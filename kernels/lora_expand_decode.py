@@ -153,7 +153,7 @@ def lora_columns(
             (arena_ptr + start)[:, None] + columns[None, :],
             mask=has[:, None] & (columns < width)[None, :],
             other=0.0,
-        )
+        ).to(h.dtype)
         product = tl.dot(h, b, product, input_precision="ieee")
     return product
 

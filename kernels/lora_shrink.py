@@ -245,7 +245,7 @@ def _shrink_kernel(
                 a_rows[:, None] + columns[None, :],
                 mask=has[:, None] & inside[None, :],
                 other=0.0,
-            )
+            ).to(x.dtype)
             product = tl.dot(x, tl.trans(a), product, input_precision="ieee")
         place = (out_row + t)[:, None] * (NUM_P * 16) + n[None, :]
         mask = (t < count)[:, None] & (n < NUM_P * 16)[None, :]

@@ -123,7 +123,8 @@ def _lora_silu_mul_kernel(
             gate_b_ptrs = arena_ptr + gate_b[:, None] + columns[None, :]
             up_b_ptrs = arena_ptr + up_b[:, None] + columns[None, :]
             gate_rows = tl.load(gate_b_ptrs, mask=gate_has[:, None] & inside, other=0.0)
-            up_rows = tl.load(up_b_ptrs, mask=up_has[:, None] & inside, other=0.0)
+            gate_rows = gate_rows.to(gate_h.dtype)
+            up_rows = tl.load(up_b_ptrs, mask=up_has[:, None] & inside, other=0.0).to(up_h.dtype)
             gate_sum = tl.dot(gate_h, gate_rows, gate_sum, input_precision="ieee")
             up_sum = tl.dot(up_h, up_rows, up_sum, input_precision="ieee")
         dtype = out_ptr.dtype.element_ty

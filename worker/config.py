@@ -100,7 +100,8 @@ class WorkerConfig:
     worker_id            stays the same after a restart, so that the worker finds its inbox again
     model_dir            the base model's folder; see `worker.base_model`
     adapter_cache_bytes  disk space for adapters
-    base_precision, kv_precision, arena_bytes, max_running, max_step_tokens, max_context
+    base_precision, kv_precision, adapter_precision, arena_bytes, max_running, max_step_tokens,
+    max_context
                          the engine's; None: see EngineConfig
     max_adapter_bytes    the most of the arena that adapters may take
     min_kv_bytes         what adapters must leave to KV
@@ -119,6 +120,7 @@ class WorkerConfig:
     device: str = "cpu"
     base_precision: str | None = None
     kv_precision: str | None = None
+    adapter_precision: str | None = None
     arena_bytes: int | None = None
     #: Share of the GPU's memory that the engine leaves to a trainer on the same GPU.
     reserved_share: float = 0.0
@@ -180,6 +182,9 @@ class WorkerConfig:
             device=read.text("LORIKEET_DEVICE", "cpu"),
             base_precision=_precision(read.one_of("LORIKEET_BASE_PRECISION", PRECISIONS, "auto")),
             kv_precision=_precision(read.one_of("LORIKEET_KV_PRECISION", PRECISIONS, "auto")),
+            adapter_precision=_precision(
+                read.one_of("LORIKEET_ADAPTER_PRECISION", PRECISIONS, "auto")
+            ),
             arena_bytes=read.number("LORIKEET_ARENA_BYTES", None),
             reserved_share=_reserved_share(read),
             max_running=read.number("LORIKEET_MAX_RUNNING", None),

@@ -143,8 +143,10 @@ class AdapterReader:
         for page in room.rows():
             clear(page)
         placed = tiles.at(room.numbers, self._layout.page_elems)
-        left = write_plain(room.open(), start.plan, placed, start.tensors, body, len(start.header))
-        fill_tiles(room.open(), left, placed, _values(start, body), self._base)
+        left, packed = start.plan, room.open()
+        if tiles.per_element == 1:
+            left = write_plain(packed, left, placed, start.tensors, body, len(start.header))
+        fill_tiles(packed, left, placed, _values(start, body), self._base)
 
     def _content(self, digest: str, config_text: bytes, tensors_sha256: str) -> str:
         """Return a hash that stands for the files' content.

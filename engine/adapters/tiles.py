@@ -28,6 +28,7 @@ from engine.adapters.values import (
 )
 from engine.model.config import ModelConfig
 from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
+from kernels.fp8 import FP8, quantize_tensor
 
 Int64s = npt.NDArray[np.int64]
 
@@ -104,6 +105,7 @@ class TileMap:
 
     Offsets count elements; -1: no tile.
 
+    per_element     numbers of a tile in an element; more than 1: tiles are in E4M3
     tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
     gain_offset     [L * 7] of DoRA's row factors minus one; None: no projection has one
     shift_offset    [L * 7] of vectors to add; None: no projection has one
@@ -119,6 +121,7 @@ class TileMap:
     b_offset: Int64s
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+    per_element: int = 1
     gain_offset: Int64s | None = None
     shift_offset: Int64s | None = None
     embedding: VocabMap | None = None
@@ -302,7 +305,7 @@ def place_tiles(
         in_width, out_width = target.site.widths(model)
         for offsets, width in ((a_offset, in_width), (b_offset, out_width)):
             for i, count in enumerate(counts):
-                packer.add(count * width, offsets[entry], i)
+                packer.add(-(-count * width // layout.tile_per_element), offsets[entry], i)
         if target.magnitude is not None:
             packer.add(out_width, gain, entry)
         if target.has_shift(model):
@@ -320,6 +323,7 @@ def place_tiles(
         b_offset=b_offset,
         rows=rows,
         scale=scale,
+        per_element=layout.tile_per_element,
         gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
         embedding=embedding,
@@ -375,16 +379,23 @@ def fill_tiles(
 
     tensor  gives a tensor of the file by name
     base    the base's weights, on which DoRA's factors depend
+
+    Where tiles are in E4M3, each matrix gets a scale, by which `tiles.scale` is multiplied.
     Raises AdapterMismatch naming a tensor whose values are wrong.
     """
     check_copies(plan, tensor, base)
     flat = packed.view(-1)
+    in_tiles = flat.view(FP8) if tiles.per_element > 1 else flat
     for target in plan.targets:
         values = applied_values(target, tensor, base)
         entry = target.layer * NUM_PROJECTIONS + target.projection
         rows = tiles.rows[entry].tolist()
-        write_rows(flat, tiles.a_offset[entry].tolist(), rows, values.a)
-        write_rows(flat, tiles.b_offset[entry].tolist(), rows, values.b.T)
+        for matrix, offsets in ((values.a, tiles.a_offset), (values.b.T, tiles.b_offset)):
+            if tiles.per_element > 1:
+                matrix, scale = quantize_tensor(matrix)
+                tiles.scale[entry] *= scale
+            places = (offsets[entry] * tiles.per_element).tolist()
+            write_rows(in_tiles, places, rows, matrix)
         for vector, vectors in (
             (values.gain, tiles.gain_offset),
             (values.shift, tiles.shift_offset),

@@ -56,6 +56,8 @@ class DashConfig:
                              is as its folder has it
     kv_precision             "fp8": keep keys and values in E4M3, in half of the memory; None: in
                              `dtype`
+    adapter_precision        "fp8": keep adapters' matrices in E4M3 with a scale each, in half of
+                             the memory; None: in `dtype`
     max_running              requests that run at a time; the others wait. None: 64 on a CPU, up to
                              512 on a GPU, by its memory
     max_step_tokens          tokens of one step, prompt chunks and new tokens together. More give
@@ -79,6 +81,7 @@ class DashConfig:
     dtype: str | None = None
     base_precision: str | None = None
     kv_precision: str | None = None
+    adapter_precision: str | None = None
     max_running: int | None = None
     max_step_tokens: int | None = None
     max_context: int | None = None
@@ -107,7 +110,7 @@ class DashConfig:
             raise ValueError(f"device is {self.device!r}, not cpu, cuda or cuda:n")
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, not float32 or bfloat16")
-        for name in ("base_precision", "kv_precision"):
+        for name in ("base_precision", "kv_precision", "adapter_precision"):
             if getattr(self, name) not in (None, "fp8"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not fp8 or None")
 
@@ -129,6 +132,7 @@ class DashConfig:
             dtype=dtype or self.dtype,
             base_precision=self.base_precision,
             kv_precision=self.kv_precision,
+            adapter_precision=self.adapter_precision,
             arena_bytes=self._arena_bytes(),
             max_adapter_bytes=_bytes_or_none(self.adapter_vram_pool),
             min_kv_bytes=_bytes_or_none(self.kv_pool) or 0,

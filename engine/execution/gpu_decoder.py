@@ -96,6 +96,7 @@ class GpuModel:
         linear: Linear = linear,
     ) -> None:
         self.config, self.weights, self.layout, self.arena = config, weights, layout, arena
+        self._tiles = layout.tiles(arena)
         self.device = arena.device
         self._linear = linear
         self._scale = config.head_dim**-0.5
@@ -286,7 +287,7 @@ class GpuModel:
             h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
             given = x.fp8 or x.given
             inner = gate_up_silu_triton(
-                given, weight, h=h, arena=self.arena, table=table, plan=plan, layer=index
+                given, weight, h=h, arena=self._tiles, table=table, plan=plan, layer=index
             )
             return _quantized(inner, layer.down)
         if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
@@ -297,7 +298,7 @@ class GpuModel:
             gate_up, scales = self._product(batch, x, weight, layer.gate_up_bias)
             self._join(side)
             self._adjust(batch, index, GATE_UP, gate_up)
-            inner = lora_silu_mul_triton(gate_up, h, self.arena, table, plan, index, scales)
+            inner = lora_silu_mul_triton(gate_up, h, self._tiles, table, plan, index, scales)
             return _quantized(inner, layer.down)
         gate_up, delta, scales = self._linear_with_lora(
             batch, index, GATE_UP, x, weight, layer.gate_up_bias
@@ -342,7 +343,7 @@ class GpuModel:
             )
             lora_expand_triton(
                 h,
-                self.arena,
+                self._tiles,
                 batch.table,
                 batch.plan,
                 index,
@@ -351,8 +352,7 @@ class GpuModel:
                 self._offsets(projections),
                 add=False,
             )
-        # The library's products leave the side stream more room than those for few rows do.
-        base, scales = self._product(batch, x, weight, bias, onto, functional.linear)
+        base, scales = self._product(batch, x, weight, bias, onto, is_shared=True)
         self._join(side)
         self._adjust(batch, index, projections, base, later)
         return _Product(base, delta, scales)
@@ -364,15 +364,19 @@ class GpuModel:
         weight: Matrix,
         bias: torch.Tensor | None,
         onto: torch.Tensor | None = None,
-        linear: Linear | None = None,
+        is_shared: bool = False,
     ) -> tuple[torch.Tensor, Scales | None]:
         """Return (x W^T + b, the scales that it lacks).
 
         An FP8 product that a bias is added to, or that adapters adjust, gets its scales here.
+
+        is_shared  whether adapters' kernels are to run beside it
         """
         if isinstance(weight, Fp8Matrix):
             assert x.fp8 is not None
-            product, scales = fp8_product(x.fp8, weight, self.weights.norm.dtype)
+            product, scales = fp8_product(
+                x.fp8, weight, self.weights.norm.dtype, is_shared=is_shared
+            )
             if bias is None and batch.extras is None:
                 return product, scales
             return apply_scales_triton(product, scales, bias), None
@@ -380,9 +384,10 @@ class GpuModel:
             return int4_linear(x.given, weight, bias), None
         if onto is not None:
             return onto.addmm_(x.given, weight.t()), None
-        if bias is not None:
+        # In bf16 the library's products leave more room than those for few rows do.
+        if bias is not None or is_shared:
             return functional.linear(x.given, weight, bias), None
-        return (linear or self._linear)(x.given, weight), None
+        return self._linear(x.given, weight), None
 
     def _adjust(
         self,
@@ -401,7 +406,7 @@ class GpuModel:
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor
     ) -> torch.Tensor:
         assert batch.table is not None and batch.plan is not None
-        return lora_shrink_triton(x, self.arena, batch.table, batch.plan, index, projections)
+        return lora_shrink_triton(x, self._tiles, batch.table, batch.plan, index, projections)
 
     def _offsets(self, projections: tuple[Projection, ...]) -> tuple[int, ...]:
         widths = (self.config.projection_widths[p][1] for p in projections)

@@ -61,8 +61,8 @@ class Entries:
             tiles=tiles,
             has_extras=any(part.has_extras for part in tiles),
             num_tiles=sum(part.num_tiles for part in tiles),
-            a_offset=_side_by_side([part.a_offset for part in tiles]),
-            b_offset=_side_by_side([part.b_offset for part in tiles]),
+            a_offset=_side_by_side([_in_numbers(part.a_offset, part) for part in tiles]),
+            b_offset=_side_by_side([_in_numbers(part.b_offset, part) for part in tiles]),
             rows=_side_by_side([part.rows for part in tiles]),
             scale=_side_by_side(scale),
             scope=max(_scope(part) for part in tiles),
@@ -187,6 +187,10 @@ def _scope(tiles: TileMap) -> LoraScope:
     is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
     changes_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
     return LoraScope.ALL if changes_mlp else LoraScope.ATTENTION
+
+
+def _in_numbers(offsets: npt.NDArray[np.int64], tiles: TileMap) -> npt.NDArray[np.int64]:
+    return np.where(offsets < 0, offsets, offsets * tiles.per_element)
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:

@@ -101,6 +101,7 @@ class ModelRunner:
             if config.is_cpu
             else torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=config.device)
         )
+        self._tiles = layout.tiles(self.arena)
         if config.runs_triton:
             self.base = BaseWeights(model, PlainWeights(weights))
             self._gpu = make_gpu(arena=self.arena, max_positions=max_positions)
@@ -122,7 +123,7 @@ class ModelRunner:
             keep_freed_memory()
         if config.is_cpu and dtype == torch.float32:
             self._cpu_lora = CpuLora(
-                arena=self.arena,
+                arena=self._tiles,
                 widths=model.projection_widths,
                 num_layers=model.num_layers,
                 max_bytes=_MAX_STACK_BYTES,
@@ -216,7 +217,7 @@ class ModelRunner:
         if batch.lora is None:
             return None
         tiled: Adapters = (
-            TiledAdapters(batch.lora, self.arena)
+            TiledAdapters(batch.lora, self._tiles)
             if self._cpu_lora is None
             else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import NUM_PROJECTIONS, TILE_ROWS, LoraBatch, LoraTable, PageLayout
+from kernels.fp8 import FP8, quantize_tensor
 
 
 @dataclass
@@ -55,7 +56,7 @@ def make_adapters(
     """Adapters of the given ranks over projections {p: (in, out)}.
 
     missing: (adapter, projection) pairs that the adapter does not change. Everything in the arena
-    that no tile owns is NaN.
+    that no tile owns is NaN. dtype FP8: tiles are numbers in E4M3, and each matrix has a scale.
     """
     generator = torch.Generator().manual_seed(seed)
     chunks: list[torch.Tensor] = [torch.full((24,), float("nan"))]
@@ -80,12 +81,19 @@ def make_adapters(
                     n_in, n_out = widths[projection]
                     a = torch.randn(rank, n_in, generator=generator) / n_in**0.5
                     b = torch.randn(rank, n_out, generator=generator)
-                    dense_a[v][layer, projection] = a.to(dtype).to(device)
-                    dense_b[v][layer, projection] = b.to(dtype).to(device)
+                    own_scale = 0.5 + v / 4
+                    if dtype == FP8:
+                        (a, a_scale), (b, b_scale) = quantize_tensor(a), quantize_tensor(b)
+                        own_scale *= a_scale * b_scale
+                        dense_a[v][layer, projection] = (a.float() * a_scale).to(device)
+                        dense_b[v][layer, projection] = (b.float() * b_scale).to(device)
+                    else:
+                        dense_a[v][layer, projection] = a.to(dtype).to(device)
+                        dense_b[v][layer, projection] = b.to(dtype).to(device)
                 for t in range(tiles):
                     low, high = t * TILE_ROWS, min((t + 1) * TILE_ROWS, rank)
                     rows.append(high - low if has else 0)
-                    scales.append(0.5 + v / 4)
+                    scales.append(own_scale if has else 0.0)
                     for offsets, matrix in ((a_offsets, "a"), (b_offsets, "b")):
                         if not has:
                             offsets.append(-1)
@@ -93,7 +101,7 @@ def make_adapters(
                         tile = (a if matrix == "a" else b)[low:high]
                         gap = torch.full((-tile.numel() % 8 + 8,), float("nan"))
                         offsets.append(size)
-                        chunks += [tile.flatten(), gap]
+                        chunks += [tile.float().flatten(), gap]
                         size += tile.numel() + gap.numel()
     table = LoraTable(
         entry_start=torch.tensor(starts, dtype=torch.int64, device=device),

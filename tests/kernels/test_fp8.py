@@ -25,6 +25,9 @@ from kernels.fp8 import (
 )
 from kernels.fp8_groups import GROUP, grouped_product_triton
 from kernels.gate_up import gate_up_silu_triton
+from kernels.linear import skinny_linear_triton
+from kernels.lora import lora_expand_ref, lora_shrink_ref
+from kernels.lora_expand import lora_expand_triton
 from kernels.lora_plan import TILE_T, make_plan
 from kernels.lora_shrink import lora_shrink_triton
 from kernels.rms_norm import norm_triton, rms_norm_ref
@@ -67,6 +70,20 @@ def test_a_product_with_its_scales_is_the_linear(device: str) -> None:
     biased = apply_scales_triton(product.float(), scales, bias)
     torch.testing.assert_close(biased, expected + bias, rtol=1e-2, atol=1e-2)
     assert (expected - x @ weight.T).norm() / expected.norm() < 0.06
+
+
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_the_product_beside_other_kernels_is_the_same(tokens: int, device: str) -> None:
+    matrix = quantize_matrix(torch.randn(80, 96, device=device))
+    rows = quantize_rows_triton(torch.randn(tokens, 96, device=device))
+    expected = rows.numbers.float() @ matrix.numbers.float().T
+    out = skinny_linear_triton(
+        rows.numbers, matrix.numbers, dtype=torch.float32, block_n=64, block_k=64, num_stages=2
+    )
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+    shared, _ = fp8_product(rows, matrix, torch.bfloat16, is_shared=True)
+    alone, _ = fp8_product(rows, matrix, torch.bfloat16)
+    torch.testing.assert_close(shared, alone, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 def test_rows_and_devices_of_a_matrix(device: str) -> None:
@@ -195,9 +212,35 @@ def test_keys_and_values_are_written_in_fp8(dtype: torch.dtype, device: str) -> 
     assert (ours.nan_to_num() != theirs.nan_to_num()).float().mean() < 0.001
 
 
-def test_lora_silu_mul_of_a_product(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("block_t", "row_k"), [(16, 0), (16, 16), (32, 0)])
+def test_adapters_in_fp8(block_t: int, row_k: int, dtype: torch.dtype, device: str) -> None:
+    segments = [(1, 2), (2, 0), (1, -1), (1, 3), (3, 1), (19, 2)]
+    adapters = make_adapters({0: (40, 48), 1: (40, 24)}, [4, 1, 27, 64], dtype=FP8, device=device)
+    lora, num_tokens = adapters.batch(segments), sum(count for count, _ in segments)
+    x = torch.randn(num_tokens, 40, device=device).to(dtype)
+    y = torch.full((num_tokens, 72), float("nan"), device=device).to(dtype)
+    expected, row = torch.zeros(num_tokens, 72, device=device), 0
+    for count, adapter in segments:
+        own = slice(row, row + count)
+        expected[own, :48] += adapters.delta(x[own], adapter, 1, 0)
+        expected[own, 48:] += adapters.delta(x[own], adapter, 1, 1)
+        row += count
+    plan = make_plan(lora, num_tokens, block_t)
+    args = (adapters.arena, lora.table, plan, 1, (0, 1))
+    h = lora_shrink_triton(x, *args, num_programs=3, row_k=row_k, splits=2)
+    lora_expand_triton(h, *args, y, (0, 48, 72), add=False)
+    assert_near(y, expected, dtype)
+    reference = torch.zeros(num_tokens, 72, device=device)
+    h = lora_shrink_ref(x, adapters.arena, lora, 1, (0, 1))
+    lora_expand_ref(h, adapters.arena, lora, 1, (0, 1), reference, (0, 48, 72))
+    assert_near(reference, expected, torch.float32)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_lora_silu_mul_of_a_product(in_fp8: bool, dtype: torch.dtype, device: str) -> None:
     segments = [(3, 0), (2, -1), (21, 1)]
-    adapters = make_adapters({4: (24, 40), 5: (24, 40)}, [4, 27], dtype=dtype, device=device)
+    own_dtype = FP8 if in_fp8 else dtype
+    adapters = make_adapters({4: (24, 40), 5: (24, 40)}, [4, 27], dtype=own_dtype, device=device)
     lora = adapters.batch(segments)
     x = torch.randn(26, 24, device=device).to(dtype)
     gate_up = torch.randn(26, 80, device=device).to(dtype)
@@ -217,8 +260,9 @@ def test_lora_silu_mul_of_a_product(dtype: torch.dtype, device: str) -> None:
     assert_near(out, silu_mul_ref(full).to(dtype), dtype)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("segments", [[], [(70, 0), (2, -1), (TILE_T, 1)]], ids=str)
-def test_gate_up_silu_in_fp8(segments: list[tuple[int, int]], device: str) -> None:
+def test_gate_up_silu_in_fp8(segments: list[tuple[int, int]], in_fp8: bool, device: str) -> None:
     """Tensor cores want at least 32 numbers a row."""
     width, inner, num_tokens = 64, 40, sum(count for count, _ in segments) or 131
     dtype = torch.float16 if device == "cpu" else torch.bfloat16
@@ -229,7 +273,8 @@ def test_gate_up_silu_in_fp8(segments: list[tuple[int, int]], device: str) -> No
     lora = {}
     if segments:
         widths = {4: (width, inner), 5: (width, inner)}
-        adapters = make_adapters(widths, [4, 27], dtype=dtype, device=device)
+        own_dtype = FP8 if in_fp8 else dtype
+        adapters = make_adapters(widths, [4, 27], dtype=own_dtype, device=device)
         batch = adapters.batch(segments)
         plan = make_plan(batch, num_tokens, 32)
         h = lora_shrink_triton(x, adapters.arena, batch.table, plan, 1, (4, 5))

@@ -100,6 +100,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
     given: dict[str, Any] = {
         "base_precision": config.base_precision,
         "kv_precision": config.kv_precision,
+        "adapter_precision": config.adapter_precision,
         "arena_bytes": config.arena_bytes,
         "reserved_share": config.reserved_share,
         "max_running": config.max_running,

@@ -20,6 +20,7 @@ from engine.adapters.plan import parse_header, plan_adapter
 from engine.adapters.tiles import fill_tiles, place_tiles
 from engine.model.config import ModelConfig
 from kernels import PageLayout
+from kernels.fp8 import FP8
 from tests.engine.conftest import MakeEngine, edit_config, prompt, request, run
 
 peft = pytest.importorskip("peft")  # GPU machines have none
@@ -333,6 +334,35 @@ def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
                 assert (
                     offset // LAYOUT.page_elems == (offset + row.numel() - 1) // LAYOUT.page_elems
                 )
+
+
+@pytest.mark.parametrize("rank", [1, 9, 64])
+def test_tiles_in_fp8_take_a_quarter_of_fp32(rank: int) -> None:
+    """Each matrix is its numbers times its scale; both scales are in the tile's."""
+    layout = dataclasses.replace(LAYOUT, tile_per_element=4)
+    plan = plan_adapter({**PLAIN, "r": rank}, shapes(rank, ALL), MODEL)
+    tiles, whole = place_tiles(plan, MODEL, layout), place_tiles(plan, MODEL, LAYOUT)
+    assert tiles.num_pages <= whole.num_pages // 4 + 1
+    content = {name: torch.randn(shape) / 64 for name, shape in shapes(rank, ALL).items()}
+    packed = torch.zeros(tiles.num_pages, layout.page_elems)
+    fill_tiles(packed, plan, tiles, content.__getitem__, NO_BASE)
+    numbers = packed.view(FP8).view(-1)
+    for target in plan.targets:
+        at = target.layer * 7 + target.projection
+        product = 1.0
+        for offsets, wanted in (
+            (tiles.a_offset[at], content[target.a_name]),
+            (tiles.b_offset[at], content[target.b_name].T),
+        ):
+            width, rows = wanted.shape[1], []
+            for offset, count in zip(offsets.tolist(), tiles.rows[at].tolist(), strict=True):
+                rows.append(numbers[4 * offset : 4 * offset + count * width].view(count, width))
+            scale = float(wanted.abs().max()) / 448
+            product *= scale
+            found = torch.cat(rows).float() * scale
+            assert float((found - wanted).norm() / wanted.norm()) < 0.03
+        scales = tiles.scale[at][tiles.rows[at] > 0]
+        assert scales.tolist() == pytest.approx([target.scaling * product] * len(scales))
 
 
 def test_tiles_move_with_their_pages() -> None:

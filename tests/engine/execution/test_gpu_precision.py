@@ -17,7 +17,7 @@ from tests.engine.model import int4_bases
 from tests.engine.model.families import FAMILIES, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import FamilyOracle, check, make_engine
-from tests.engine.model.test_fp8 import TOLERANCE, save_adapters
+from tests.engine.model.test_fp8 import TOLERANCE, round_matrices, save_adapters
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
@@ -71,10 +71,13 @@ def test_keys_and_values_in_fp8(tmp_path: Path, name: str) -> None:
     play(oracle, kv_precision="fp8", page_size=64)
 
 
-def test_both_in_fp8(tmp_path: Path) -> None:
+def test_all_in_fp8(tmp_path: Path) -> None:
     base = save_family(tmp_path / "base", "qwen2", **WIDE)
-    oracle = FamilyOracle(base, save_adapters(base, tmp_path), make_both, TOLERANCE)
-    play(oracle, base_precision="fp8", kv_precision="fp8", page_size=64)
+    adapters = save_adapters(base, tmp_path)
+    for folder in adapters.values():
+        round_matrices(folder)
+    oracle = FamilyOracle(base, adapters, make_both, TOLERANCE)
+    play(oracle, base_precision="fp8", kv_precision="fp8", adapter_precision="fp8", page_size=64)
 
 
 @pytest.mark.parametrize("name", int4_bases.FORMATS if DEVICE == "cuda" else ["awq"])
