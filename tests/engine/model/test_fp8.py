@@ -80,7 +80,7 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3-yarn"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-yarn"])
 def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
