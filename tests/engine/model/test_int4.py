@@ -15,11 +15,15 @@ from transformers import CompressedTensorsConfig
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
+from kernels.fp8 import quantize_matrix
 from tests.engine.model.families import save_family
+from tests.engine.model.fp8_bases import make_fp8
 from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
 from tests.engine.model.test_families import WIDE, FamilyOracle, check, make_engine
 from tests.engine.model.test_fp8 import (
     KINDS,
+    MEAN_TOLERANCE,
+    TOLERANCE,
     by_transformers,
     check_weights,
     edit,
@@ -150,3 +154,35 @@ def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
     save_file(tensors, folder / "model.safetensors")
     error = refused(folder)
     assert error.param == tensor and tensor in str(error)
+
+
+def test_zeros_that_the_config_does_not_speak_of_are_refused(
+    family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "int4", "packed-zeros")
+    fields = json.loads((tmp_path / "int4" / "config.json").read_text())
+    edit(fields["quantization_config"], f"{GROUP}.weights.symmetric", True)
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(fields))
+    assert refused(tmp_path / "int4").param == "model.layers.0.mlp.down_proj.weight_zero_point"
+
+
+def test_linears_that_are_not_quantised_become_fp8(
+    family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = family("llama")
+    weights = save_checkpoint(base, tmp_path / "int4", "awq")
+
+    def change(model: Any) -> None:
+        plain = {
+            name: quantize_matrix(module.weight.data)
+            for name, module in model.named_modules()
+            if name.startswith("model.layers.1.mlp.") and name.endswith("_proj")
+        }
+        make_fp8(model, plain)
+        put_weights(model, weights)
+
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
+    engine = make_engine(oracle, model_dir=tmp_path / "int4", base_precision="fp8")
+    check(engine, oracle)
+    assert 1e-6 < oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
