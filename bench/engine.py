@@ -4,7 +4,6 @@
     python -m bench.engine --suite targets --out targets.json       # the whole table
     python -m bench.engine --suite precision --out precision.json   # in each of PRECISIONS
     ... --profile                                                    # kernels of a step, by time
-    ... --compare peft                                               # and PEFT's mixed batch
 
 The model has Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of
 32 random tokens and generates 256 greedy tokens for each, without an end token; its ms_step is the
@@ -264,32 +263,6 @@ class Bench:
             "tok_s": round(case.batch * case.prompt / prefill),
         }
 
-    def measure_peft(self, case: Case, steps: int) -> dict[str, Any]:
-        """Measure the decode case in PEFT, with few steps, as each takes seconds.
-
-        The keys are those of our own cases, and `system`.
-        """
-        from bench.compare import PeftBatch
-
-        self.adapters(case.ranks, case.adapters)
-        ranks = itertools.islice(itertools.cycle(case.ranks), case.adapters)
-        folders = [self._adapter_folder(rank, i) for i, rank in enumerate(ranks)]
-        started = time.perf_counter()
-        theirs = PeftBatch(SHAPES[self._shape], folders, self._device, self._dtype)
-        loaded_s = time.perf_counter() - started
-        ms_step = theirs.ms_step(case.batch, PROMPT_TOKENS, steps)
-        return {
-            "kind": "decode",
-            "system": "peft",
-            "batch": case.batch,
-            "adapters": case.adapters,
-            "rank": case.ranks[0] if len(case.ranks) == 1 else list(case.ranks),
-            "ms_step": round(ms_step, 3),
-            "tok_s": round(1e3 * case.batch / ms_step, 1),
-            "steps": steps,
-            "load_s": round(loaded_s, 1),
-        }
-
     def _synchronize(self) -> None:
         if not self._is_cpu:
             torch.cuda.synchronize()
@@ -383,7 +356,7 @@ def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
     ]
     goals = {(b, a): (target, vllm) for b, a, target, vllm in TARGETS}
     for row in results:
-        if row["kind"] != "decode" or "system" in row:
+        if row["kind"] != "decode":
             continue
         key = (row["batch"], row["adapters"])
         target, vllm = goals[key] if isinstance(row["rank"], int) else ("", "")
@@ -438,27 +411,6 @@ def run_cases(
     return results
 
 
-def compare(
-    bench: Bench,
-    cases: Sequence[Case],
-    host: dict[str, Any],
-    results: list[dict[str, Any]],
-    steps: int,
-) -> None:
-    """Run the decode cases with adapters in PEFT too; add rows with their ratio to ours."""
-    ours = {(row["batch"], row["adapters"], str(row["rank"])): row for row in results}
-    for case in cases:
-        if case.kind != "decode" or not case.adapters:
-            continue
-        row = bench.measure_peft(case, steps)
-        own = ours.get((row["batch"], row["adapters"], str(row["rank"])))
-        if own is not None:
-            row["times_ours"] = round(row["ms_step"] / own["ms_step"], 1)
-        row |= {name: host[name] for name in HOST_KEYS if name in host}
-        results.append(row)
-        print(json.dumps(row), flush=True)
-
-
 def write_report(
     path: Path | None,
     host: dict[str, Any],
@@ -490,8 +442,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--compare", choices=["peft"])
-    parser.add_argument("--compare-steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, help="write host and results as JSON")
     arguments = parser.parse_args()
@@ -538,8 +488,6 @@ def main() -> None:
         print(f"started in {bench.start_s:.1f} s, graphs captured", flush=True)
         save = functools.partial(write_report, arguments.out, host, bench.start_s, done)
         results = run_cases(bench, cases, host, arguments.rounds, save)
-        if arguments.compare:
-            compare(bench, cases, host, results, arguments.compare_steps)
         if arguments.suite == "targets":
             print(markdown(host, results))
         if arguments.profile:
@@ -548,7 +496,7 @@ def main() -> None:
         bench.close()
         save(results)
         done += results
-        failed += len(cases) - sum("system" not in row for row in results)
+        failed += len(cases) - len(results)
     sys.exit(failed > 0)
 
 

@@ -14,25 +14,39 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
 
-from bench.live import live_platform
 from bench.machine import environment, write_result
+from demo.stack import EmbeddedStack
 from tests.fakes import FAKE_NAME
-from tests.live import LiveStack, wait_for
+from tests.live import LiveStack, live_stack, wait_for
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 MIN_TOKENS_PER_S = 5000.0
 MAX_OVERHEAD_P50_MS = 5.0
 MAX_OVERHEAD_P99_MS = 25.0
 WARM_UP = 30
+
+
+@contextlib.contextmanager
+def live_platform() -> Iterator[LiveStack]:
+    """Run PostgreSQL, Redis, an object store and two tenants until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "live").mkdir()
+        with EmbeddedStack(root / "stack", durable=False) as stack:
+            with live_stack(stack.env, root / "live") as live:
+                yield live
 
 
 class Client:

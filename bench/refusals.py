@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.gateway import percentile
-from bench.live import live_platform
+from bench.gateway import live_platform, percentile
 from bench.machine import environment, write_result
 from tests.fakes import FAKE_CONTEXT, FAKE_NAME
 from tests.live import LiveStack

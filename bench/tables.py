@@ -29,6 +29,19 @@ WIDTH = 100
 CHOSEN = ((64, 0), (1, 1), (64, 64), (256, 64))
 
 Row = dict[str, Any]
+PrecisionCase = tuple[str, int, int]  # kind, batch, adapters
+# Name, target of an FP8 base, and vLLM 0.26's figure in FP8.
+PRECISION_TARGETS: dict[PrecisionCase, tuple[str, str, str]] = {
+    ("decode", 1, 0): ("1 / 0, ms a step", "3.1", "3.51"),
+    ("decode", 64, 0): ("64 / 0", "3.5", "4.51"),
+    ("decode", 256, 0): ("256 / 0", "7.0", "8.87"),
+    ("decode", 64, 1): ("64 / 1", "4.2", "8.31"),
+    ("decode", 64, 64): ("64 / 64", "5.4; FP8 adapters 4.9", "31.6"),
+    ("decode", 256, 64): ("256 / 64", "9.5", ""),
+    ("context", 32, 0): ("32 / 0, contexts of 4,096 tokens", "", "8.24"),
+    ("prefill", 16, 0): ("prefill of 16 × 1024, tokens/s", "78,000", "70,500"),
+    ("prefill", 16, 16): ("the same with 16 adapters", "72,000", "27,300"),
+}
 
 
 class Figures:
@@ -41,9 +54,9 @@ class Figures:
         }
         self.offline_host: Row = files["offline-h200"]["host"]
         self.starts: list[Row] = files["start-h200"]["results"]
-        self.first_runs: list[Row] = files["first-token-h200"]["runs"]
         self.host: Row = targets["host"]
-        rows = [row for row in targets["results"] if "system" not in row]
+        self.precision: Row = files["precision-h200"]
+        rows = targets["results"]
         self.decode: dict[tuple[int, int], Row] = {}
         self.mixed: Row | None = None
         self.again: Row | None = None  # batch 64 without adapters, beside resident ones
@@ -134,9 +147,7 @@ def sentences(figures: Figures) -> list[str]:
     if 0 in first and 1 in first:
         lines.append(
             f"First token of a prompt of 32: {first[0]['ms_first']:.1f} ms, with a resident "
-            f"adapter {first[1]['ms_first']:.1f} ms; on {len(figures.first_runs)} cards "
-            f"{spread(figures.first_runs, 'ms_first')} and "
-            f"{spread(figures.first_runs, 'ms_first_adapter')}."
+            f"adapter {first[1]['ms_first']:.1f} ms."
         )
     if figures.mixed_share is not None:
         lines.append(
@@ -173,12 +184,6 @@ def many_sentences(figures: Figures) -> list[str]:
             "that with all resident (target 2)."
         )
     return lines
-
-
-def spread(rows: list[Row], field: str) -> str:
-    """Return for example "5.6 to 7.0 ms"."""
-    values = [row[field] for row in rows if field in row]
-    return f"{min(values):.1f} to {max(values):.1f} ms"
 
 
 def offline_sentences(figures: Figures) -> list[str]:
@@ -266,6 +271,33 @@ def stands(figures: Figures) -> str:
     return "\n".join([head, "", *decode_table(figures), "", *bullets(sentences(figures))])
 
 
+def precision_table(figures: Figures) -> str:
+    found = {(row["precision"], _case(row)): row for row in figures.precision["results"]}
+
+    def cell(name: str, case: PrecisionCase) -> str:
+        row = found.get((name, case))
+        if row is None:
+            return ""
+        return f"{row['tok_s']:,}" if case[0] == "prefill" else f"{row['ms_step']:.2f}"
+
+    host = figures.precision["host"]
+    lines = [
+        f"On one {host['gpu'].removeprefix('NVIDIA ')}, commit {host['commit']}:",
+        "",
+        "| batch / distinct adapters | bf16 | **FP8 base** | FP8 adapters | target | vLLM FP8 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, (name, target, vllm) in PRECISION_TARGETS.items():
+        cells = (cell(each, case) for each in ("bf16", "fp8", "fp8, fp8 adapters"))
+        bf16, fp8, with_adapters = cells
+        lines.append(f"| {name} | {bf16} | **{fp8}** | {with_adapters} | {target} | {vllm} |")
+    return "\n".join(lines)
+
+
+def _case(row: Row) -> PrecisionCase:
+    return row["kind"], row["batch"], row["adapters"]
+
+
 def many_adapters(figures: Figures) -> str:
     commits = sorted({row["commit"] for row in figures.many.values()})
     return "\n".join([f"Commit {', '.join(commits)}:", "", *many_table(figures)])
@@ -351,6 +383,7 @@ PARTS: dict[str, Callable[[Figures], str]] = {
     "readme": readme,
     "stands": stands,
     "many": many_adapters,
+    "precision": precision_table,
     "cpu": cpu_table,
     "gateway": gateway_table,
 }
@@ -367,8 +400,8 @@ def fill(text: str, figures: Figures) -> str:
 
 def load() -> Figures:
     names = (
-        "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200", "first-token-h200",
-        "gateway", "refusals", "grammar",
+        "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200",
+        "gateway", "refusals", "grammar", "precision-h200",
     )  # fmt: skip
     return Figures({n: json.loads((RESULTS / f"{n}.json").read_text()) for n in names})
 

@@ -95,20 +95,17 @@ def test_many_adapters_are_measured() -> None:
 
 
 def test_the_gpu_table_runs_at_a_tiny_size() -> None:
-    pytest.importorskip("peft")
-    from bench.engine import Bench, Case, compare, run_cases
+    from bench.engine import Bench, Case, run_cases
 
     bench = Bench("tiny", "cpu", arena_bytes=16 << 20, max_running=4)
     cases = [Case(kind="decode", batch=4, adapters=n) for n in (0, 2)]
     host = {"gpu": "none", "copy_tb_s": 0.01, "matmul_tflop_s": 0.01, "torch": "", "triton": ""}
     host["commit"] = "0"
     results = run_cases(bench, cases, host, rounds=1)
-    compare(bench, cases, host, results, steps=100)  # fewer are lost in noise
     bench.close()
     keys = "kind batch adapters rank ms_step base_ratio floor_ms gpu copy_tb_s torch triton commit"
-    assert all(set(keys.split()) <= row.keys() for row in results[:2])
-    assert [row["adapters"] for row in results] == [0, 2, 2]
-    assert results[2]["system"] == "peft" and results[2]["times_ours"] > 0
+    assert all(set(keys.split()) <= row.keys() for row in results)
+    assert [row["adapters"] for row in results] == [0, 2]
 
 
 def test_a_result_has_a_line_for_each_row(tmp_path: Path) -> None:
