@@ -37,6 +37,7 @@ from engine.sampling.sampler import Sampled
 from engine.sequence import Step
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
+from kernels.kv_pages import PageLayout
 from kernels.lora.cpu import CpuLora
 
 # Largest size of all copies of decoding adapters that make a CPU step fast; see
@@ -77,8 +78,8 @@ class ModelRunner:
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
-        layout = self._layout = config.page_layout(model)
-        weights = _weights(config, model, weights, dtype)
+        layout, weights = _load(config, model, weights, dtype)
+        self._layout = layout
         self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
             GpuRunner,
@@ -111,11 +112,7 @@ class ModelRunner:
         self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         self._rope = RopeTables(
-            model.head_dim,
-            model.rope_theta,
-            model.rope_scaling,
-            max_positions,
-            weights.norm.device,
+            model.head_dim, model.rope_theta, model.rope_scaling, max_positions, self.arena.device
         )
         if config.is_cpu:
             keep_freed_memory()
@@ -221,6 +218,15 @@ class ModelRunner:
         )
         extras = batch.lora.extras
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
+
+
+def _load(
+    config: EngineConfig, model: ModelConfig, given: Weights | None, dtype: torch.dtype
+) -> tuple[PageLayout, Weights]:
+    """Return the pages' layout, which has the weights' scales for keys and values, and these."""
+    layout = config.page_layout(model)
+    weights = _weights(config, model, given, dtype)
+    return replace(layout, scales=weights.kv_scales) if layout.is_fp8 else layout, weights
 
 
 def _weights(

@@ -150,7 +150,7 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias")),
             qk_norm=family == "qwen3",
-            scheme=read_scheme(fields),
+            scheme=read_scheme(fields, _modules(num_layers)),
         )
         if num_heads % num_kv_heads or config.head_dim % 2:
             raise UnsupportedModel(
@@ -159,6 +159,15 @@ class ModelConfig:
                 param="num_key_value_heads",
             )
         return config
+
+
+def _modules(num_layers: int) -> list[str]:
+    """Return the names of a decoder's modules, as checkpoints spell them."""
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    parts = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    layers = [f"model.layers.{i}.{part}" for i in range(num_layers) for part in parts]
+    return ["lm_head", "model.embed_tokens", "model.norm", *layers]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -77,9 +77,12 @@ def _read_packed(
 
 
 def _scale(name: str, shape: tuple[int, ...], take: Take) -> torch.Tensor:
+    """Take scales; AutoRound writes some below zero, which multiply as others do."""
     scale = take(name, shape, _SCALES)
-    if not bool(scale.isfinite().all()):
-        raise UnsupportedModel(f"tensor {name} has a scale that is not a number", param=name)
+    if not bool((scale.isfinite() & (scale != 0)).all()):
+        raise UnsupportedModel(
+            f"tensor {name} has a scale that is zero or not a number", param=name
+        )
     return scale
 
 

@@ -9,8 +9,8 @@ before any tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import UnsupportedModel
@@ -37,11 +37,15 @@ _NEUTRAL = {
 }  # fmt: skip
 _READ = {
     "fp8": {"activation_scheme", "ignored_layers", "modules_to_not_convert", "weight_block_size"},
-    "compressed-tensors": {"config_groups", "ignore"},
+    "compressed-tensors": {"config_groups", "ignore", "kv_cache_scheme"},
     "gptq": {"bits", "checkpoint_format", "desc_act", "group_size"},
     "awq": {"bits", "group_size", "modules_to_not_convert", "version"},
 }
+_IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _GROUPS = (32, 64, 128)
+_FP8_ARGS = {
+    "num_bits", "observer", "observer_kwargs", "scale_dtype", "strategy", "symmetric", "type",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +54,11 @@ class Scheme:
 
     ignored  patterns of the modules that are stored as they are; "re:" begins a regular expression,
              anything else is a module's name, its end, or a parent's name
+    has_kv_scales  whether each layer has a scale for keys and one for values, `k_scale`, `v_scale`
     """
 
     ignored: tuple[str, ...] = ()
+    has_kv_scales: bool = False
 
     def ignores(self, module: str) -> bool:
         """Return whether the module is stored as it is."""
@@ -61,14 +67,17 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Scheme(Scheme):
-    """Linears stored as E4M3 numbers [out, in] under `weight`, with a scale under `weight_scale`.
+    """Linears stored as E4M3 numbers [out, in] under `weight`.
 
-    is_static  whether `input_scale` has the scale of every activation
-    in_blocks  whether scales are those of blocks, under `weight_scale_inv`
+    is_static  whether the checkpoint has one scale for every activation
+    in_blocks  whether a weight's scales are those of blocks
+    weight, activation  the possible names of the scales' tensors
     """
 
     is_static: bool
     in_blocks: bool = False
+    weight: tuple[str, ...] = ("weight_scale",)
+    activation: tuple[str, ...] = ("input_scale",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +101,13 @@ def _matches(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
 
 
-def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | Int4Scheme | None:
-    """Read a config.json; None: its weights are not quantised. Raises UnsupportedModel."""
+def read_scheme(
+    config: Mapping[str, Any], modules: Collection[str]
+) -> Fp8Scheme | Int4Scheme | None:
+    """Read a config.json; None: its weights are not quantised. Raises UnsupportedModel.
+
+    modules  the names of the model's modules
+    """
     fields = config.get(_FIELD)
     if not fields:
         return None
@@ -102,22 +116,26 @@ def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | Int4Scheme | None:
     method = fields.get("quant_method")
     if not isinstance(method, str) or method not in _READ:
         known = ", ".join(_READ)
-        raise _refusal("quant_method", f"is {method!r}; the engine reads {known}")
+        problem = f"is {method!r}; the engine reads {known}: serve the folder in 16 bits instead"
+        raise _refusal("quant_method", problem)
     for name, value in fields.items():
         if value and name not in _READ[method] | _NEUTRAL[method] | {"quant_method"}:
             raise _refusal(name, "is not supported")
-    if method == "fp8":
-        return _read_fp8(fields)
-    if method == "compressed-tensors":
-        return _read_compressed(fields)
-    return _read_gptq(fields) if method == "gptq" else _read_awq(fields)
+    scheme = _READERS[method](fields)
+    if scheme.ignored and not any(map(scheme.ignores, modules)):
+        field = next(name for name in _IGNORED if fields.get(name))
+        raise _refusal(field, f"names no module of the model: {', '.join(scheme.ignored[:3])}")
+    if kv := fields.get("kv_cache_scheme"):
+        _check_numbers(kv, "kv_cache_scheme", ("tensor",))
+        scheme = replace(scheme, has_kv_scales=True)
+    return scheme
 
 
 def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
     if fields.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal("fmt", f"is {fields['fmt']!r}, not e4m3")
     block = fields.get("weight_block_size")
-    if block and block != [GROUP, GROUP]:
+    if block is not None and block != [GROUP, GROUP]:
         raise _refusal("weight_block_size", f"is {block!r}; the engine reads {[GROUP, GROUP]}")
     activations = fields.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
@@ -126,7 +144,11 @@ def _read_fp8(fields: Mapping[str, Any]) -> Fp8Scheme:
         raise _refusal("activation_scheme", "is static: with blocks it must be dynamic")
     ignored = [*_names(fields, "ignored_layers"), *_names(fields, "modules_to_not_convert")]
     return Fp8Scheme(
-        ignored=tuple(ignored), is_static=activations == "static", in_blocks=bool(block)
+        ignored=tuple(ignored),
+        is_static=activations == "static",
+        in_blocks=bool(block),
+        weight=("weight_scale_inv", "weight_scale"),
+        activation=("activation_scale", "input_scale"),
     )
 
 
@@ -176,22 +198,23 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Scheme | Int4Scheme:
     where = f"config_groups.{name}"
     if not isinstance(group, dict):
         raise _refusal(where, "is not an object")
+    _refuse_others(group, where, {"format", "input_activations", "targets", "weights"})
     if group.get("targets") != ["Linear"]:
         raise _refusal(f"{where}.targets", f"is {group.get('targets')!r}, not ['Linear']")
-    for field in ("output_activations", "format"):
-        if group.get(field) not in (None, form):
-            raise _refusal(f"{where}.{field}", "is not supported")
+    if group.get("format") not in (None, form):
+        raise _refusal(f"{where}.format", f"is {group['format']!r}, not {form}")
     if form == "pack-quantized":
         return _read_packed(fields, group, where)
     _check_numbers(group.get("weights"), f"{where}.weights", ("tensor", "channel"))
     activations = group.get("input_activations")
-    _check_numbers(activations, f"{where}.input_activations", ("tensor", "token"))
+    inputs = f"{where}.input_activations"
+    _check_numbers(activations, inputs, ("tensor", "token"), {"dynamic"})
     assert isinstance(activations, dict)
     is_dynamic = activations.get("dynamic")
     if is_dynamic not in (True, False, None):
-        raise _refusal(f"{where}.input_activations.dynamic", f"is {is_dynamic!r}, not a boolean")
+        raise _refusal(f"{inputs}.dynamic", f"is {is_dynamic!r}, not a boolean")
     if not is_dynamic and activations["strategy"] != "tensor":
-        raise _refusal(f"{where}.input_activations.strategy", "is token, without dynamic")
+        raise _refusal(f"{inputs}.strategy", "is token, without dynamic")
     return Fp8Scheme(ignored=tuple(_names(fields, "ignore")), is_static=not is_dynamic)
 
 
@@ -205,15 +228,20 @@ def _read_packed(fields: Mapping[str, Any], group: Mapping[str, Any], where: str
     strategy = weights.get("strategy")
     expected = {"num_bits": (4,), "type": ("int",), "strategy": ("group", "channel")}
     _check_values(weights, where, expected)
-    for field in ("actorder", "block_structure", "dynamic"):
-        if weights.get(field):
-            raise _refusal(f"{where}.{field}", "is not supported")
+    _refuse_others(weights, where, _FP8_ARGS | {"group_size", "zp_dtype"})
     size = _group(weights, f"{where}.")
     if (size is None) != (strategy == "channel"):
         raise _refusal(f"{where}.group_size", f"is {size!r} with the strategy {strategy}")
     ignored = tuple(_names(fields, "ignore"))
     symmetric = weights.get("symmetric", True)
     return Int4Scheme(layout="packed", group=size, has_zeros=not symmetric, ignored=ignored)
+
+
+def _refuse_others(fields: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    """Raise for a field that is set and is not known."""
+    for field, value in fields.items():
+        if value and field not in known:
+            raise _refusal(f"{where}.{field}", "is not supported")
 
 
 def _check_values(
@@ -225,15 +253,15 @@ def _check_values(
             raise _refusal(f"{where}.{field}", f"is {numbers.get(field)!r}, not {known}")
 
 
-def _check_numbers(numbers: Any, where: str, strategies: tuple[str, ...]) -> None:
-    """Raise unless `numbers` describes E4M3 with one of the strategies."""
+def _check_numbers(
+    numbers: Any, where: str, strategies: tuple[str, ...], others: Collection[str] = ()
+) -> None:
+    """Raise unless `numbers` describes E4M3 with one of the strategies; `others` may be set."""
     if not isinstance(numbers, dict):
         raise _refusal(where, "is missing")
     expected = {"num_bits": (8,), "type": ("float",), "strategy": strategies}
     _check_values(numbers, where, expected)
-    for field in ("actorder", "block_structure", "group_size", "zp_dtype"):
-        if numbers.get(field):
-            raise _refusal(f"{where}.{field}", "is not supported")
+    _refuse_others(numbers, where, _FP8_ARGS.union(others))
     if numbers.get("symmetric") is False:
         raise _refusal(f"{where}.symmetric", "is false: FP8 has no zero points")
 
@@ -248,6 +276,14 @@ def _names(fields: Mapping[str, Any], field: str) -> list[str]:
         except re.error as error:
             raise _refusal(field, f"has a wrong regular expression, {name!r}: {error}") from error
     return names
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Fp8Scheme | Int4Scheme]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+}
 
 
 def _refusal(field: str, problem: str) -> UnsupportedModel:

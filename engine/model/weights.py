@@ -28,6 +28,8 @@ from kernels.int4 import Int4Matrix
 
 #: A layer's linears, as `LayerWeights` names them.
 LINEARS = ("qkv", "o", "gate_up", "down")
+# Large tensors, whose values are not read to check whether a checkpoint fits.
+_NUMBERS = (".weight", ".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A weight [out, in].
@@ -60,7 +62,8 @@ class LayerWeights:
 class Weights:
     """The weights of a decoder.
 
-    may_pack  whether the decoder may keep a second copy of the matrices in its library's layout
+    may_pack   whether the decoder may keep a second copy of the matrices in its library's layout
+    kv_scales  each layer's (scale of keys, scale of values) in FP8; empty: all are 1
     """
 
     embedding: torch.Tensor  # [V, E]
@@ -68,6 +71,7 @@ class Weights:
     norm: torch.Tensor  # [E]
     lm_head: torch.Tensor  # [V, E]; the embedding's own tensor when they are tied
     may_pack: bool = True
+    kv_scales: tuple[tuple[float, float], ...] = ()
 
 
 class TensorSource(Protocol):
@@ -141,6 +145,17 @@ class _Checkpoint:
             first += height
         return fused
 
+    def kv_scales(self, num_layers: int) -> tuple[tuple[float, float], ...]:
+        """Return `Weights.kv_scales`."""
+        if self._scheme is None or not self._scheme.has_kv_scales:
+            return ()
+        layers = [f"model.layers.{i}.self_attn" for i in range(num_layers)]
+        key, value = (
+            [self._take_scale(f"{layer}.{name}", 1).item() for layer in layers]
+            for name in ("k_scale", "v_scale")
+        )
+        return tuple(zip(key, value, strict=True))
+
     def drop(self, suffix: str) -> None:
         self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
 
@@ -169,7 +184,7 @@ class _Checkpoint:
             raise UnsupportedModel(
                 f"tensor {name} is {tensor.dtype}; by config.json it has to be {known}", param=name
             )
-        return tensor
+        return tensor.to("meta") if self._device == "meta" and name.endswith(_NUMBERS) else tensor
 
     def _take_quantized(self, module: str, height: int, width: int) -> Fp8Matrix | Int4Matrix:
         """Return a quantised linear's weight [height, width]."""
@@ -178,15 +193,22 @@ class _Checkpoint:
             return matrix.to(self._device)
         assert self._scheme is not None
         numbers = self._take(f"{module}.weight", (height, width), (FP8,))
-        if bool(numbers.float().isnan().any()):
+        if not numbers.is_meta and bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise UnsupportedModel(f"tensor {module}.weight has NaN", param=f"{module}.weight")
+        name = self._found(module, self._scheme.weight)
         if self._scheme.in_blocks:
-            groups = self._take_blocks(f"{module}.weight_scale_inv", height, width)
+            groups = self._take_blocks(name, height, width)
             return Fp8Matrix(numbers, torch.ones(height), groups=groups).to(self._device)
-        scale = self._take_scale(f"{module}.weight_scale", height).expand(height).contiguous()
-        static = self._scheme.is_static
-        inputs = self._take_scale(f"{module}.input_scale", 1) if static else None
+        scale = self._take_scale(name, height).expand(height).contiguous()
+        inputs = None
+        if self._scheme.is_static:
+            inputs = self._take_scale(self._found(module, self._scheme.activation), 1)
         return Fp8Matrix(numbers, scale, inputs).to(self._device)
+
+    def _found(self, module: str, parts: tuple[str, ...]) -> str:
+        """Return the first of a module's tensors that there is; if there is none, the first."""
+        names = [f"{module}.{part}" for part in parts]
+        return next(filter(self.has, names), names[0])
 
     def _take_scale(self, name: str, height: int) -> torch.Tensor:
         """Return scales [height] or [1] fp32; those of channels may be stored as a column."""
@@ -240,10 +262,15 @@ def load_weights(
 ) -> Weights:
     """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit.
 
+    All names, shapes, types and scales are checked before the device is given any of them.
+
     in_fp8  quantise linears that the checkpoint does not have in FP8
     """
-    checkpoint = _Checkpoint(folder, config.scheme, device, dtype)
-    return build_weights(checkpoint, config, in_fp8=in_fp8)
+    for place in ("meta", device):
+        checkpoint = _Checkpoint(folder, config.scheme, place, dtype)
+        scales = checkpoint.kv_scales(config.num_layers)
+        weights = build_weights(checkpoint, config, in_fp8=in_fp8)
+    return replace(weights, kv_scales=scales)
 
 
 def build_weights(
@@ -286,7 +313,7 @@ def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Ten
         one = checkpoint.load(names[1] if checkpoint.has(names[1]) else names[0], *shape)
         return one, one
     embedding, lm_head = (checkpoint.load(name, *shape) for name in names)
-    if config.tie_embeddings and torch.equal(embedding, lm_head):
+    if config.tie_embeddings and not embedding.is_meta and torch.equal(embedding, lm_head):
         return embedding, embedding
     return embedding, lm_head
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8-dynamic": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
     "fp8-static": {
         "quant_method": "fp8", "activation_scheme": "static",
-        "ignored_layers": ["lm_head", "model.layers.1.mlp"],
+        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"],
+    },
+    "fp8-vllm": {
+        "quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"],
     },
     "fp8-blocks": {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
@@ -83,12 +87,17 @@ def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, Fp8Matrix]
         peak = tensor.abs().amax(dim=1) if is_channel else tensor.abs().max().reshape(1)
         scale = (peak / FP8_MAX).to(torch.bfloat16).float()
         numbers = (tensor / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-        inputs = torch.tensor([0.02]) if "static" in name else None
+        inputs = torch.tensor([0.02]) if "static" in name or name == "fp8-vllm" else None
         tensors[key] = numbers
         stored = scale.to(torch.bfloat16)
-        tensors[f"{module}.weight_scale"] = stored[:, None] if is_channel else stored
-        if inputs is not None:
-            tensors[f"{module}.input_scale"] = inputs
+        if name in ("fp8-dynamic", "fp8-static"):  # as transformers writes them
+            tensors[f"{module}.weight_scale_inv"] = scale.squeeze()
+            if inputs is not None:
+                tensors[f"{module}.activation_scale"] = inputs.squeeze()
+        else:
+            tensors[f"{module}.weight_scale"] = stored[:, None] if is_channel else stored
+            if inputs is not None:
+                tensors[f"{module}.input_scale"] = inputs
         matrices[module] = Fp8Matrix(numbers, scale.expand(len(tensor)).contiguous(), inputs)
     folder.mkdir()
     fields = json.loads((base / "config.json").read_text())
@@ -137,13 +146,21 @@ def make_fp8(model: Any, matrices: dict[str, Fp8Matrix] | None = None) -> None:
 
 
 def _attend_fp8(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attend as sdpa does, to keys and values as E4M3 with the scale 1 keeps them."""
-    key, value = (each.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(query.dtype) for each in (key, value))
+    """Attend as sdpa does, to keys and values as E4M3 keeps them."""
+    key, value = (
+        (each / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).to(query.dtype) * scale
+        for each, scale in zip((key, value), module.kv_scales, strict=True)
+    )
     return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-def keep_kv_in_fp8(model: Any) -> None:
-    """Have a Hugging Face model attend to rounded keys and values."""
+def keep_kv_in_fp8(model: Any, scales: Sequence[tuple[float, float]] = ()) -> None:
+    """Have a Hugging Face model attend to rounded keys and values.
+
+    scales  each layer's (scale of keys, scale of values); empty: all are 1
+    """
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.kv_scales = scales[index] if scales else (1.0, 1.0)
     AttentionInterface.register("fp8_kv", _attend_fp8)
     AttentionMaskInterface.register("fp8_kv", sdpa_mask)
     model.set_attn_implementation("fp8_kv")

@@ -32,25 +32,36 @@ def _packed(group: int | None, *, symmetric: bool) -> dict[str, Any]:
     }
 
 
-def _gptq(group: int, version: str) -> dict[str, Any]:
+def _gptq(group: int | None, version: str) -> dict[str, Any]:
     return {
-        "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False,
-        "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
+        "quant_method": "gptq", "bits": 4, "group_size": group or -1, "desc_act": False,
+        "sym": False, "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
+    }  # fmt: skip
+
+
+def _awq(group: int | None, ignored: list[str] | None = None) -> dict[str, Any]:
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True,
+        "version": "gemm", "modules_to_not_convert": ignored,
     }  # fmt: skip
 
 
 FORMATS["gptq"] = (_gptq(32, "gptq"), 32, True)
-FORMATS["gptq-v2-rows"] = (_gptq(-1, "gptq_v2"), None, True)
-FORMATS["awq"] = (
-    {
-        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
-        "modules_to_not_convert": ["model.layers.1.mlp"],
-    },
-    32, True,
-)  # fmt: skip
+FORMATS["gptq-v2-rows"] = (_gptq(None, "gptq_v2"), None, True)
+FORMATS["awq"] = (_awq(32, ["model.layers.1.mlp"]), 32, True)
 FORMATS["packed"] = (_packed(32, symmetric=True), 32, False)
 FORMATS["packed-zeros"] = (_packed(32, symmetric=False), 32, True)
 FORMATS["packed-rows"] = (_packed(None, symmetric=True), None, False)
+
+#: The same with every group.
+EVERY = dict(FORMATS)
+for _size in (64, 128, None):
+    EVERY |= {
+        f"gptq-{_size}": (_gptq(_size, "gptq"), _size, True),
+        f"awq-{_size}": (_awq(_size), _size, True),
+        f"packed-{_size}": (_packed(_size, symmetric=True), _size, False),
+        f"packed-zeros-{_size}": (_packed(_size, symmetric=False), _size, True),
+    }
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -104,11 +115,12 @@ def _store_packed(numbers: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor
 
 def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, torch.Tensor]:
     """Write `base` as a checkpoint of a format; return its weights [N, K] fp32 by module."""
-    config, group, has_zeros = FORMATS[name]
-    store = {
-        "gptq": _store_gptq(1), "gptq-v2-rows": _store_gptq(0), "awq": _store_awq,
-    }.get(name, _store_packed)  # fmt: skip
-    ignored = config.get("modules_to_not_convert", ["none"])[0]
+    config, group, has_zeros = EVERY[name]
+    less_one = int(config.get("checkpoint_format") == "gptq")
+    store = {"gptq": _store_gptq(less_one), "awq": _store_awq}.get(
+        config["quant_method"], _store_packed
+    )
+    [ignored] = config.get("modules_to_not_convert") or ["none"]
     dense, tensors = {}, {}
     for key, tensor in load_file(base / "model.safetensors").items():
         module = key.removesuffix(".weight")
@@ -120,12 +132,12 @@ def save_checkpoint(base: Path, folder: Path, name: str) -> dict[str, torch.Tens
         low = parts.amin(dim=2) if has_zeros else -parts.abs().amax(dim=2)
         high = parts.amax(dim=2) if has_zeros else -low
         scale = ((high - low).clamp(min=1e-6) / 15).half().bfloat16().float()
-        zero = (-low / scale).round().clamp(1, 15) if has_zeros else torch.full_like(low, 8)
+        zero = (-low / scale).round().clamp(less_one, 15) if has_zeros else torch.full_like(low, 8)
         numbers = (parts / scale[..., None]).round() + zero[..., None]
         numbers = numbers.clamp(0, 15).int()
         dense[module] = ((numbers - zero[..., None]) * scale[..., None]).flatten(1)
         stored = store(numbers.flatten(1), zero.int(), scale)
-        tensors |= {f"{module}.{part}": value for part, value in stored.items()}
+        tensors = {f"{module}.{part}": value for part, value in stored.items()} | tensors
     folder.mkdir()
     fields = json.loads((base / "config.json").read_text())
     fields["quantization_config"] = config

@@ -50,6 +50,8 @@ CASES = [
     ("biases", 9),
 ]
 NUM_TOKENS = 10
+#: Sizes that groups and blocks of 128 divide.
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
 class FamilyOracle:
@@ -75,6 +77,14 @@ class FamilyOracle:
         self._model = PeftModel.from_pretrained(model, adapters[names[0]], adapter_name=names[0])
         for name in names[1:]:
             self._model.load_adapter(adapters[name], adapter_name=name)
+        self.blends: dict[str | None, dict[str, float]] = {}
+
+    def blend(self, name: str, weights: dict[str, float]) -> None:
+        """Define an adapter as PEFT's exact weighted sum."""
+        self._model.add_weighted_adapter(
+            list(weights), list(weights.values()), name, combination_type="cat"
+        )
+        self.blends[name] = weights
 
     def logprobs(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
         """[tokens, V]: of the token after each."""
@@ -144,7 +154,13 @@ def check(
     results = run(
         engine,
         *(
-            request(i, tokens, adapter=adapter, max_tokens=num_tokens, logprobs=20)
+            request(
+                i,
+                tokens,
+                adapter=oracle.blends.get(adapter, adapter),
+                max_tokens=num_tokens,
+                logprobs=20,
+            )
             for i, (adapter, tokens) in prompts.items()
         ),
         check=True,

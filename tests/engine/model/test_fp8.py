@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import load_weights
-from kernels.fp8 import Fp8Matrix, quantize_tensor
+from engine.model.weights import dense, load_weights
+from kernels.fp8 import quantize_tensor
 from tests.engine.conftest import save_adapter
 from tests.engine.model.families import save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
     ADAPTERS,
     CASES,
+    WIDE,
     FamilyOracle,
     check,
     make_engine,
 )
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 #: Differences of log-probabilities, the largest and the mean. If adapters read the rounded
 #: activation, some would be above 0.3.
@@ -61,10 +65,11 @@ def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_each_format(
-    family: Callable[[str], Path], tmp_path: Path, name: str
+    family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
-    base = family("llama")
+    base = family(kind)
     adapters = save_adapters(base, tmp_path / "adapters")
     matrices = save_checkpoint(base, tmp_path / "fp8", name)
     change = functools.partial(make_fp8, matrices=matrices)
@@ -75,7 +80,7 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3-yarn"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-yarn"])
 def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
@@ -113,31 +118,117 @@ def test_adapters_in_fp8(family: Callable[[str], Path], tmp_path: Path, page_siz
     engine.close()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_checkpoints(
-    family: Callable[[str], Path], tmp_path: Path, name: str
+#: So small that many keys and values are cut off.
+KV_SCALES = [(0.004, 0.002), (0.003, 0.006)]
+KV_SCHEME = {
+    "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
+}  # fmt: skip
+
+
+def save_kv_scales(folder: Path, scheme: Mapping[str, Any] = KV_SCHEME, **more: Any) -> None:
+    """Add the scales to a checkpoint of compressed-tensors, and other tensors of layer 0."""
+    tensors = load_file(folder / "model.safetensors")
+    for index, scales in enumerate(KV_SCALES):
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+            tensors[f"model.layers.{index}.self_attn.{name}"] = torch.tensor([scale])
+    tensors |= {f"model.layers.0.self_attn.{name}": tensor for name, tensor in more.items()}
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"]["kv_cache_scheme"] = scheme
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kv_precision", ["fp8", None])
+def test_keys_and_values_with_the_checkpoints_scales(
+    family: Callable[[str], Path], tmp_path: Path, kv_precision: str | None
 ) -> None:
-    matrices = save_checkpoint(family("llama"), tmp_path / "fp8", name)
-    config = ModelConfig.from_folder(tmp_path / "fp8")
-    weights = load_weights(tmp_path / "fp8", config, "cpu", torch.float32)
+    """Where keys and values are not in FP8, the scales mean nothing."""
+    base, folder = family("llama"), tmp_path / "fp8"
+    matrices = save_checkpoint(base, folder, "channel-token")
+    save_kv_scales(folder)
+
+    def change(model: Any) -> None:
+        make_fp8(model, matrices)
+        if kv_precision == "fp8":
+            keep_kv_in_fp8(model, KV_SCALES)
+
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
+    engine = make_engine(oracle, model_dir=folder, kv_precision=kv_precision, page_size=64)
+    check(engine, oracle)
+    assert oracle.mean_error < MEAN_TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changed"),
+    [
+        ("k_scale", torch.ones(2)),  # one of each head
+        ("v_scale", torch.zeros(1)),
+        ("v_scale", torch.full((1,), float("nan"))),
+        ("k_zero_point", torch.zeros(1)),
+    ],
+)
+def test_scales_of_keys_and_values_are_refused_by_name(
+    family: Callable[[str], Path], tmp_path: Path, tensor: str, changed: torch.Tensor
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "fp8", "channel-token")
+    save_kv_scales(tmp_path / "fp8", KV_SCHEME, **{tensor: changed})
+    assert refused(tmp_path / "fp8").param == f"model.layers.0.self_attn.{tensor}"
+
+
+def check_weights(folder: Path, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Check a folder's linears against those expected by module; others are not quantised."""
+    weights = load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        down = matrices.get(f"{prefix}.mlp.down_proj")
-        if down is None:
-            assert isinstance(layer.down, torch.Tensor)
-        else:
-            assert isinstance(layer.down, Fp8Matrix)
-            assert torch.equal(layer.down.dense(), down.dense())
-        parts = [matrices.get(f"{prefix}.self_attn.{n}_proj") for n in "qkv"]
-        dense = [part.dense() for part in parts if part is not None]
-        if dense:
-            assert isinstance(layer.qkv, Fp8Matrix)
-            assert torch.equal(layer.qkv.dense(), torch.cat(dense))
+        for matrix_name, names in parts.items():
+            room = "self_attn" if matrix_name in ("qkv", "o") else "mlp"
+            modules = [f"model.layers.{index}.{room}.{name}_proj" for name in names]
+            matrix = getattr(layer, matrix_name)
+            if modules[0] not in expected:
+                assert isinstance(matrix, torch.Tensor)
+                continue
+            wanted = torch.cat([expected[module].to(dtype) for module in modules])
+            assert torch.equal(dense(matrix, dtype).to(dtype), wanted)
 
 
-def refused(folder: Path) -> UnsupportedModel:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_checkpoints(tmp_path: Path, name: str, kind: str) -> None:
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    matrices = save_checkpoint(base, tmp_path / "fp8", name)
+    check_weights(tmp_path / "fp8", {k: m.dense() for k, m in matrices.items()}, torch.float32)
+
+
+def by_transformers(folder: Path, config_class: type[Any]) -> dict[str, torch.Tensor]:
+    """The linears of a folder's layers by module, as transformers dequantises them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config_class(dequantize=True)
+    )
+    return {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in model.state_dict().items()
+        if name.endswith("_proj.weight")
+    }
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "fp8-vllm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+    """In bfloat16, as compressed-tensors multiplies by scales of bfloat16."""
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    save_checkpoint(base, tmp_path / "fp8", name)
+    config_class: type[Any] = FineGrainedFP8Config
+    if FORMATS[name]["quant_method"] == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")  # GPU machines have none
+        config_class = CompressedTensorsConfig
+    check_weights(tmp_path / "fp8", by_transformers(tmp_path / "fp8", config_class), torch.bfloat16)
+
+
+def refused(folder: Path, device: str = "cuda") -> UnsupportedModel:
+    """Load to a GPU: without one, whatever is not refused before it is used fails otherwise."""
     with pytest.raises(UnsupportedModel) as caught:
-        load_weights(folder, ModelConfig.from_folder(folder), "cpu", torch.float32)
+        load_weights(folder, ModelConfig.from_folder(folder), device, torch.float32)
     return caught.value
 
 
@@ -149,24 +240,52 @@ def edit(fields: dict[str, Any], path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_bits", 4),
+        ("type", "int"),
+        ("strategy", "attn_head"),
+        ("dynamic", True),
+        ("symmetric", False),
+    ],
+)
+def test_other_kv_cache_schemes_are_refused_by_name(
+    family: Callable[[str], Path], tmp_path: Path, field: str, value: Any
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "fp8", "channel-token")
+    save_kv_scales(tmp_path / "fp8", {**KV_SCHEME, field: value})
+    assert refused(tmp_path / "fp8").param == f"quantization_config.kv_cache_scheme.{field}"
+
+
+@pytest.mark.parametrize(
     ("name", "path", "value"),
     [
+        ("fp8-dynamic", "kv_cache_scheme", KV_SCHEME),
         ("fp8-dynamic", "quant_method", "hqq"),
+        ("fp8-dynamic", "quant_method", "bitsandbytes"),
         ("fp8-dynamic", "quant_method", None),
         ("fp8-dynamic", "quant_method", ["fp8"]),
         ("fp8-dynamic", "fmt", "e5m2"),
         ("fp8-dynamic", "weight_block_size", [64, 128]),
+        ("fp8-dynamic", "weight_block_size", [0, 0]),
+        ("fp8-dynamic", "weight_block_size", 0),
         ("fp8-blocks", "activation_scheme", "static"),
         ("fp8-dynamic", "activation_scheme", "sometimes"),
         ("fp8-dynamic", "ignored_layers", "lm_head"),
+        ("fp8-dynamic", "ignored_layers", ["lm_haed"]),
+        ("fp8-dynamic", "modules_to_not_convert", ["model.layers.2", "re:.*vision"]),
         ("fp8-dynamic", "new_field", True),
         ("channel-token", "format", "int-quantized"),
-        ("channel-token", "kv_cache_scheme", {"num_bits": 8}),
         ("channel-token", "ignore", ["re:("]),
+        ("channel-token", "ignore", ["gate"]),
         ("channel-token", "config_groups", {}),
         ("channel-token", "config_groups.group_0", 5),
         ("channel-token", "config_groups.group_0.targets", ["Linear", "Embedding"]),
         ("channel-token", "config_groups.group_0.weights", None),
+        ("channel-token", "config_groups.group_0.format", "pack-quantized"),
+        ("channel-token", "config_groups.group_0.new_field", True),
+        ("channel-token", "config_groups.group_0.weights.new_field", True),
+        ("channel-token", "config_groups.group_0.weights.dynamic", True),
         ("channel-token", "config_groups.group_0.weights.num_bits", 4),
         ("channel-token", "config_groups.group_0.weights.type", "int"),
         ("channel-token", "config_groups.group_0.weights.strategy", "group"),
@@ -202,44 +321,55 @@ Q = "model.layers.0.self_attn.q_proj"
         ("no scale", f"{Q}.weight_scale"),
         ("scales cut", f"{Q}.weight_scale"),
         ("scale of NaN", f"{Q}.weight_scale"),
+        ("infinite scale", f"{Q}.weight_scale"),
         ("scale of zero", f"{Q}.weight_scale"),
         ("negative scale", f"{Q}.weight_scale"),
         ("weight of NaN", f"{Q}.weight"),
         ("weight in bf16", f"{Q}.weight"),
         ("weight cut", f"{Q}.weight"),
         ("input scale unasked", "model.layers.0.mlp.down_proj.input_scale"),
+        ("no input scale, as static", f"{Q}.activation_scale"),
+        ("input scale of zero, as static", f"{Q}.activation_scale"),
+        ("input scales of rows, as static", f"{Q}.activation_scale"),
         ("half ignored", "quantization_config"),
+        ("all ignored", f"{Q}.weight"),
+        ("no config", f"{Q}.weight"),
     ],
 )
 def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
     family: Callable[[str], Path], tmp_path: Path, problem: str, named: str
 ) -> None:
     folder = tmp_path / "fp8"
-    save_checkpoint(
-        family("llama"), folder, "fp8-blocks" if "block" in problem else "channel-token"
-    )
+    kinds = {"block": "fp8-blocks", "as static": "fp8-static"}
+    name = next((kinds[word] for word in kinds if word in problem), "channel-token")
+    save_checkpoint(family("llama"), folder, name)
+    config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     scale, weight = f"{Q}.weight_scale", f"{Q}.weight"
     changes: dict[str, Callable[[], object]] = {
         "no scale": lambda: tensors.pop(scale),
         "scales cut": lambda: tensors.update({scale: tensors[scale][:5].clone()}),
         "scale of NaN": lambda: tensors[scale][3].fill_(float("nan")),
+        "infinite scale": lambda: tensors[scale][3].fill_(float("inf")),
         "scale of zero": lambda: tensors[scale][3].fill_(0),
         "negative scale": lambda: tensors[scale][3].neg_(),
         "weight of NaN": lambda: tensors[weight].view(torch.uint8)[2, 2].fill_(0x7F),
         "weight in bf16": lambda: tensors.update({weight: tensors[weight].bfloat16()}),
         "weight cut": lambda: tensors.update({weight: tensors[weight][:8].clone()}),
         "input scale unasked": lambda: tensors.update({named: torch.ones(1)}),
-        "half ignored": lambda: None,
+        "no input scale, as static": lambda: tensors.pop(named),
+        "input scale of zero, as static": lambda: tensors[named].fill_(0),
+        "input scales of rows, as static": lambda: tensors.update({named: torch.ones(64)}),
+        "half ignored": lambda: config["quantization_config"].update(ignore=[Q]),
+        "all ignored": lambda: config["quantization_config"].update(ignore=["model.layers"]),
+        "no config": lambda: config.pop("quantization_config"),
         "blocks cut": lambda: tensors.update({named: torch.ones(3, 1)}),
         "block of zero": lambda: tensors[named].fill_(0),
     }
     changes[problem]()
     save_file(tensors, folder / "model.safetensors")
-    if problem == "half ignored":
-        fields = json.loads((folder / "config.json").read_text())
-        fields["quantization_config"]["ignore"] = [Q]
-        (folder / "config.json").write_text(json.dumps(fields))
-    error = refused(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    # Numbers are not read twice.
+    error = refused(folder, "cpu" if problem == "weight of NaN" else "cuda")
     assert error.param == named
     assert named in str(error)

@@ -11,15 +11,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CompressedTensorsConfig
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import dense, load_weights
-from kernels.int4 import Int4Matrix
+from kernels.fp8 import quantize_matrix
 from tests.engine.model.families import save_family
-from tests.engine.model.int4_bases import FORMATS, put_weights, save_checkpoint
-from tests.engine.model.test_families import FamilyOracle, check, make_engine
-from tests.engine.model.test_fp8 import edit, refused, save_adapters
+from tests.engine.model.fp8_bases import make_fp8
+from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
+from tests.engine.model.test_families import WIDE, FamilyOracle, check, make_engine
+from tests.engine.model.test_fp8 import (
+    KINDS,
+    MEAN_TOLERANCE,
+    TOLERANCE,
+    by_transformers,
+    check_weights,
+    edit,
+    refused,
+    save_adapters,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +38,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_each_format(
-    family: Callable[[str], Path], tmp_path: Path, name: str
+    family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
-    base = family("qwen3" if name == "awq" else "llama")
+    base = family(kind)
     adapters = save_adapters(base, tmp_path / "adapters")
     change = functools.partial(put_weights, dense=save_checkpoint(base, tmp_path / "int4", name))
     oracle = FamilyOracle(base, adapters, change)
@@ -40,22 +51,22 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_checkpoints(
-    family: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    expected = save_checkpoint(family("llama"), tmp_path / "int4", name)
-    config = ModelConfig.from_folder(tmp_path / "int4")
-    weights = load_weights(tmp_path / "int4", config, "cpu", torch.float32)
-    for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        qkv = [expected[f"{prefix}.self_attn.{n}_proj"] for n in "qkv"]
-        assert isinstance(layer.qkv, Int4Matrix)
-        assert torch.equal(layer.qkv.dense(), torch.cat(qkv))
-        down = expected.get(f"{prefix}.mlp.down_proj")
-        assert isinstance(layer.down, torch.Tensor) == (down is None)
-        if down is not None:
-            assert torch.equal(dense(layer.down, torch.float32), down)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_checkpoints(tmp_path: Path, name: str, kind: str) -> None:
+    base = save_family(tmp_path / "base", kind, **WIDE)
+    expected = save_checkpoint(base, tmp_path / "int4", name)
+    check_weights(tmp_path / "int4", expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if n.startswith("packed")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_compressed_tensors(tmp_path: Path, name: str, kind: str) -> None:
+    """In bfloat16, as it multiplies by scales of bfloat16."""
+    pytest.importorskip("compressed_tensors")  # GPU machines have none
+    save_checkpoint(save_family(tmp_path / "base", kind, **WIDE), tmp_path / "int4", name)
+    expected = by_transformers(tmp_path / "int4", CompressedTensorsConfig)
+    check_weights(tmp_path / "int4", expected, torch.bfloat16)
 
 
 GROUP = "config_groups.group_0"
@@ -65,6 +76,8 @@ GROUP = "config_groups.group_0"
     ("name", "path", "value"),
     [
         ("gptq", "bits", 8),
+        ("gptq", "bits", 3),
+        ("gptq", "bits", "4"),
         ("gptq", "desc_act", True),
         ("gptq", "group_size", 0),
         ("gptq", "group_size", 48),
@@ -74,11 +87,17 @@ GROUP = "config_groups.group_0"
         ("gptq", "dynamic", {"-:.*": {}}),
         ("awq", "version", "gemv"),
         ("awq", "bits", None),
+        ("awq", "group_size", 0),
+        ("awq", "modules_to_not_convert", ["vision_tower"]),
+        ("awq", "modules_to_not_convert", [5]),
         ("packed", f"{GROUP}.weights.num_bits", 8),
         ("packed", f"{GROUP}.weights.type", "float"),
         ("packed", f"{GROUP}.weights.strategy", "tensor"),
         ("packed", f"{GROUP}.weights.actorder", "group"),
         ("packed", f"{GROUP}.weights.group_size", None),
+        ("packed", f"{GROUP}.weights.group_size", 0),
+        ("packed", f"{GROUP}.weights.new_field", True),
+        ("packed", "ignore", ["lm_haed"]),
         ("packed", f"{GROUP}.input_activations", {"num_bits": 8}),
     ],
 )
@@ -103,15 +122,20 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", f"{Q}.qweight", lambda t: t[:3].clone()),
         ("gptq", f"{Q}.qweight", lambda t: t.float()),
         ("gptq", f"{Q}.scales", lambda t: t.fill_(float("nan"))),
+        ("gptq", f"{Q}.scales", lambda t: t.fill_(0)),
+        ("gptq", f"{Q}.scales", lambda t: t.repeat_interleave(2, dim=0)),
         ("gptq", f"{Q}.g_idx", lambda t: t.flip(0).clone()),
         ("gptq", f"{Q}.qzeros", lambda t: None),
         ("gptq", f"{Q}.bias", lambda t: t + 1),
         ("awq", f"{Q}.qweight", lambda t: t.T.contiguous()),
         ("awq", f"{Q}.scales", lambda t: t.fill_(float("inf"))),
+        ("awq", f"{Q}.qzeros", lambda t: t[:, :1].clone()),
         ("packed", f"{Q}.weight_shape", lambda t: t + 1),
+        ("packed", f"{Q}.weight_scale", lambda t: t.fill_(float("-inf"))),
         ("packed", f"{Q}.weight_packed", lambda t: None),
         ("packed", f"{Q}.weight_scale", lambda t: t[:, :1].clone()),
         ("packed-zeros", f"{Q}.weight_zero_point", lambda t: t[:1].clone()),
+        ("packed-zeros", f"{Q}.weight_zero_point", lambda t: None),
     ],
 )
 def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
@@ -130,3 +154,35 @@ def test_a_checkpoint_is_refused_by_the_name_of_its_tensor(
     save_file(tensors, folder / "model.safetensors")
     error = refused(folder)
     assert error.param == tensor and tensor in str(error)
+
+
+def test_zeros_that_the_config_does_not_speak_of_are_refused(
+    family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save_checkpoint(family("llama"), tmp_path / "int4", "packed-zeros")
+    fields = json.loads((tmp_path / "int4" / "config.json").read_text())
+    edit(fields["quantization_config"], f"{GROUP}.weights.symmetric", True)
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(fields))
+    assert refused(tmp_path / "int4").param == "model.layers.0.mlp.down_proj.weight_zero_point"
+
+
+def test_linears_that_are_not_quantised_become_fp8(
+    family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = family("llama")
+    weights = save_checkpoint(base, tmp_path / "int4", "awq")
+
+    def change(model: Any) -> None:
+        plain = {
+            name: quantize_matrix(module.weight.data)
+            for name, module in model.named_modules()
+            if name.startswith("model.layers.1.mlp.") and name.endswith("_proj")
+        }
+        make_fp8(model, plain)
+        put_weights(model, weights)
+
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), change, TOLERANCE)
+    engine = make_engine(oracle, model_dir=tmp_path / "int4", base_precision="fp8")
+    check(engine, oracle)
+    assert 1e-6 < oracle.mean_error < MEAN_TOLERANCE
+    engine.close()

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.fp8 import quantize_matrix
+from kernels.fp8 import Fp8Matrix, quantize_matrix
+from kernels.int4 import Int4Matrix, pack_int4
 from kernels.training import (
     Heads,
     LoraWeight,
@@ -212,8 +213,12 @@ def test_what_is_not_a_number_stays_in_its_run(
         assert first >= int(site.a[0, 1]) and last < int(site.a[0, 2])
 
 
-def test_a_weight_in_fp8_is_what_serving_multiplies_by() -> None:
-    matrix = quantize_matrix(torch.randn(24, 32))
+@pytest.mark.parametrize("precision", ["FP8", "4 bits"])
+def test_a_quantised_weight_is_what_serving_multiplies_by(precision: str) -> None:
+    matrix: Fp8Matrix | Int4Matrix = quantize_matrix(torch.randn(24, 32))
+    if precision == "4 bits":
+        numbers, zero = torch.randint(16, (24, 32)), torch.randint(16, (24, 2), dtype=torch.uint8)
+        matrix = Int4Matrix(pack_int4(numbers), torch.rand(24, 2), zero)
     bias, x, dy = torch.randn(24), torch.randn(5, 32), torch.randn(5, 24)
     weight = LoraWeight(
         matrix, bias, parts(make(next(iter(MIXES.values())), MLP, torch.float32))[0].site
