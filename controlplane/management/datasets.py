@@ -14,7 +14,7 @@ from controlplane.gateway.rest.paging import PAGE_PARAMETERS, Paging, page, page
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.training import DatasetSerializer
 from controlplane.tenants.auth import Permission, authorize
-from controlplane.training import preview, reports, services, versions
+from controlplane.training import dataset_services, preview, reports, versions
 from controlplane.training.models import DatasetVersion
 
 _PREVIEW = Paging(default_limit=10, max_limit=preview.MAX_PREVIEW)
@@ -142,7 +142,7 @@ class DatasetVersionsView(TenantAPIView):
     )
     def get(self, request: Request, name: str) -> Response:
         """List the dataset's versions, newest first."""
-        rows = services.dataset_get(name=name).versions.all()
+        rows = dataset_services.dataset_get(name=name).versions.all()
         return page(request, rows, DatasetVersionSerializer)
 
     @extend_schema(request=DatasetVersionCreateSerializer, responses={201: DatasetSerializer})
@@ -164,7 +164,7 @@ class DatasetRestoreView(TenantAPIView):
     def post(self, request: Request, name: str) -> Response:
         """Make an earlier version's rows current again, as the next version."""
         body = RestoreSerializer.parsed(request)
-        dataset = services.dataset_get(name=name)
+        dataset = dataset_services.dataset_get(name=name)
         restored = versions.version_restore(dataset=dataset, number=body["version"])
         return Response(DatasetSerializer(restored).data)
 
@@ -177,7 +177,9 @@ class DatasetReportView(TenantAPIView):
         It is `pending` until they are counted. For captured rows `lines` are empty without
         requests:content: they may quote a row.
         """
-        return Response(reports.report_of(*services.dataset_version_get(name), by=self.principal))
+        return Response(
+            reports.report_of(*dataset_services.dataset_version_get(name), by=self.principal)
+        )
 
 
 class DatasetPreviewView(TenantAPIView):
@@ -191,5 +193,7 @@ class DatasetPreviewView(TenantAPIView):
         Rows that were captured need requests:content, too.
         """
         limit = _PREVIEW.limit(request)
-        rows = preview.rows_preview(services.dataset_get(name=name), limit, by=self.principal)
+        rows = preview.rows_preview(
+            dataset_services.dataset_get(name=name), limit, by=self.principal
+        )
         return Response({"object": "list", "data": rows})

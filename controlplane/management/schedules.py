@@ -15,7 +15,7 @@ from controlplane.management.base import TenantAPIView
 from controlplane.tenants.auth import Permission
 from controlplane.training import schedules
 from controlplane.training.models import ScheduleRun
-from controlplane.training.services import schedule_get
+from controlplane.training.schedule_services import schedule_get
 
 
 class ScheduleRunSerializer(serializers.ModelSerializer[ScheduleRun]):

@@ -23,7 +23,7 @@ from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, flag, is_forced
 from controlplane.management.fields import ChoiceField
 from controlplane.tenants.auth import Permission
-from controlplane.training import picking, services
+from controlplane.training import dataset_services, picking, run_services, schedule_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
 from controlplane.training.schedule_rules import settings_changed
 
@@ -53,11 +53,11 @@ class RowsParser(BaseParser):
         media_type: str | None = None,
         parser_context: Mapping[str, Any] | None = None,
     ) -> bytes:
-        content: bytes = stream.read(services.MAX_DIRECT_BYTES + 1)
-        if len(content) > services.MAX_DIRECT_BYTES:
+        content: bytes = stream.read(dataset_services.MAX_DIRECT_BYTES + 1)
+        if len(content) > dataset_services.MAX_DIRECT_BYTES:
             raise PayloadTooLarge(
-                f"A request's body can have at most {services.MAX_DIRECT_BYTES} bytes of rows. "
-                "Upload more as a file with purpose fine-tune, and make it a version."
+                f"A request's body can have at most {dataset_services.MAX_DIRECT_BYTES} bytes of "
+                "rows. Upload more as a file with purpose fine-tune, and make it a version."
             )
         return content
 
@@ -221,7 +221,7 @@ class DatasetsView(TenantAPIView):
         # Without a body the parser does not run.
         content = request.data if isinstance(request.data, bytes) else b""
         appends = flag(request, "append")
-        dataset = services.dataset_upload(name=name, content=content, appends=appends)
+        dataset = dataset_services.dataset_upload(name=name, content=content, appends=appends)
         return Response(DatasetSerializer(dataset).data, status=201)
 
 
@@ -230,7 +230,7 @@ class DatasetView(TenantAPIView):
 
     @extend_schema(responses=DatasetSerializer)
     def get(self, request: Request, name: str) -> Response:
-        return Response(DatasetSerializer(services.dataset_get(name=name)).data)
+        return Response(DatasetSerializer(dataset_services.dataset_get(name=name)).data)
 
     @extend_schema(parameters=[FORCE], responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
@@ -238,7 +238,7 @@ class DatasetView(TenantAPIView):
 
         409 `in_use` names the schedules and active runs that use it.
         """
-        dataset = services.dataset_get(name=name)
+        dataset = dataset_services.dataset_get(name=name)
         deletion.dataset_delete(dataset=dataset, is_forced=is_forced(request))
         return Response(status=204)
 
@@ -263,7 +263,7 @@ class TrainingRunsView(TenantAPIView):
     def post(self, request: Request) -> Response:
         """Train an adapter on a dataset. The result becomes its next version."""
         body = TrainingRunCreateSerializer.parsed(request)
-        run = services.training_run_create(
+        run = run_services.training_run_create(
             adapter_name=body["adapter"],
             dataset_name=body["dataset"],
             hyperparameters=body.get("hyperparameters"),
@@ -277,7 +277,7 @@ class TrainingRunsView(TenantAPIView):
 class TrainingRunView(TenantAPIView):
     @extend_schema(responses=TrainingRunSerializer)
     def get(self, request: Request, run_id: uuid.UUID) -> Response:
-        return Response(TrainingRunSerializer(services.training_run_get(run_id=run_id)).data)
+        return Response(TrainingRunSerializer(run_services.training_run_get(run_id=run_id)).data)
 
 
 class TrainingRunCancelView(TenantAPIView):
@@ -286,7 +286,7 @@ class TrainingRunCancelView(TenantAPIView):
     @extend_schema(request=None, responses=TrainingRunSerializer)
     def post(self, request: Request, run_id: uuid.UUID) -> Response:
         """Cancel a run that is queued or running; it is `cancelled` within seconds."""
-        run = services.training_run_cancel(run=services.training_run_get(run_id=run_id))
+        run = run_services.training_run_cancel(run=run_services.training_run_get(run_id=run_id))
         return Response(TrainingRunSerializer(run).data)
 
 
@@ -299,7 +299,7 @@ class ScheduleView(TenantAPIView):
     @extend_schema(responses=ScheduleSerializer)
     def get(self, request: Request, name: str) -> Response:
         """Return the adapter's schedule."""
-        schedule = services.schedule_get(adapter=adapter_get(name=name))
+        schedule = schedule_services.schedule_get(adapter=adapter_get(name=name))
         return Response(ScheduleSerializer(schedule).data)
 
     @extend_schema(request=ScheduleSetSerializer, responses=ScheduleSerializer)
@@ -311,11 +311,11 @@ class ScheduleView(TenantAPIView):
         adapter = adapter_get(name=name)
         body = ScheduleSetSerializer.parsed(request)
         known = Schedule.objects.allowed().filter(adapter=adapter).first()
-        schedule = services.schedule_set(adapter=adapter, **settings_changed(known, body))
+        schedule = schedule_services.schedule_set(adapter=adapter, **settings_changed(known, body))
         return Response(ScheduleSerializer(schedule).data)
 
     @extend_schema(responses={204: None})
     def delete(self, request: Request, name: str) -> Response:
         """Delete the schedule; runs that have started continue."""
-        services.schedule_delete(adapter=adapter_get(name=name))
+        schedule_services.schedule_delete(adapter=adapter_get(name=name))
         return Response(status=204)

@@ -42,7 +42,7 @@ from controlplane.tenants.roles import PERMISSIONS
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Schedule
 from controlplane.training.schedule_rules import settings_changed
-from controlplane.training.services import schedule_set
+from controlplane.training.schedule_services import schedule_set
 from controlplane.usage.limits import quotas
 from controlplane.usage.limits.models import RateLimit, TenantQuota
 from controlplane.usage.limits.services import rate_limit_set

@@ -9,7 +9,7 @@ from django.db import transaction
 
 from controlplane.errors import InvalidRequest
 from controlplane.requestlog.captured import ONLY, Filter, dataset_note, rows_of
-from controlplane.training import services, versions
+from controlplane.training import dataset_services, versions
 from controlplane.training.models import Dataset
 
 
@@ -58,7 +58,7 @@ def dataset_from_captured(
             param="only",
             code="nothing_captured",
         )
-    stored = services.rows_store(rows.content, has_requests=True)
+    stored = dataset_services.rows_store(rows.content, has_requests=True)
     kind = kind or (versions.Kind.APPEND if appends else versions.Kind.UPLOAD)
     with transaction.atomic():
         dataset = versions.version_add(name=name, rows=stored, kind=kind, appends=appends)

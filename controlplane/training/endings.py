@@ -17,7 +17,7 @@ from controlplane.events.audit.services import record
 from controlplane.events.outbox.models import EventType
 from controlplane.events.outbox.services import publish
 from controlplane.infra.metrics import TRAINERS_LOST, TRAINING_ENDED
-from controlplane.training import events, picking, services
+from controlplane.training import events, picking, run_services
 from controlplane.training.attempt import Attempt, unsettle
 from controlplane.training.lease import RunLease
 from controlplane.training.models import TrainingRun
@@ -145,7 +145,7 @@ def run_give_back(
                 unsettle(run)
             events.event_add(run, f"{why}; the job {_goes_on(num_lost)}", level=Level.WARN)
             TRAINERS_LOST.inc()
-    services.training_run_drop(run=run)
+    run_services.training_run_drop(run=run)
 
 
 def _goes_on(num_lost: int) -> str:

@@ -19,7 +19,7 @@ from controlplane.events.outbox.services import publish
 from controlplane.infra.metrics import SCHEDULE_SLOTS
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import User
-from controlplane.training import services
+from controlplane.training import run_services
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def slot_run(
     Raises RateLimited when the tenant has too many runs.
     """
     before = last_run(schedule)
-    run = services.training_run_enqueue(
+    run = run_services.training_run_enqueue(
         adapter=schedule.adapter,
         dataset=schedule.dataset,
         validation_dataset=schedule.validation_dataset,
@@ -128,7 +128,7 @@ def run_drop(row_id: uuid.UUID, now: dt.datetime) -> bool:
     )
     if not waiting.update(cancel_requested=True):
         return False
-    services.training_run_drop(run=run)
+    run_services.training_run_drop(run=run)
     ScheduleRun.objects.filter(pk=row.pk).update(
         status=Status.MISSED, reason=Reason.WINDOW, concluded_at=now
     )

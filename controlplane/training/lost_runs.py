@@ -11,7 +11,7 @@ from django.utils import timezone
 from controlplane.adapters import services as adapter_services
 from controlplane.adapters.models import AdapterVersion
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import picking, sending, services
+from controlplane.training import picking, run_services, sending
 from controlplane.training.endings import run_give_back
 from controlplane.training.events import Level, event_add
 from controlplane.training.lease import RunLease
@@ -43,7 +43,7 @@ def training_runs_reconcile() -> None:
         left = TrainingRun.objects.filter(
             Q(cancel_requested=True) | Q(pause_requested=True), status=Status.QUEUED
         )
-        _each(left, lambda run: services.training_run_drop(run=run))
+        _each(left, lambda run: run_services.training_run_drop(run=run))
         _each(picking.first_that_wait_for_quota(), _tell_of_quota)
     sending.runs_send()
 

@@ -9,7 +9,7 @@ from django.db import transaction
 
 from controlplane.errors import Conflict
 from controlplane.events.audit.services import record
-from controlplane.training import events, sending, services
+from controlplane.training import events, run_services, sending
 from controlplane.training.models import TrainingRun
 
 Status = TrainingRun.Status
@@ -24,7 +24,7 @@ def training_run_pause(*, run: TrainingRun) -> TrainingRun:
     Raises Conflict when the run has ended, is publishing, or was paused too often.
     """
     _request_pause(run)
-    services.training_run_drop(run=run)
+    run_services.training_run_drop(run=run)
     run.refresh_from_db()
     if run.status == Status.PAUSED or run.pause_requested:
         return run

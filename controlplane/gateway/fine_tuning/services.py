@@ -17,7 +17,7 @@ from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
-from controlplane.training import events, services, size
+from controlplane.training import events, run_services, size
 from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import TrainingRun
 from controlplane.usage.limits import quotas
@@ -68,7 +68,7 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
     adapter_name = _adapter_name(form, start)
     with _own_names(form):
         given = _given(form, start)
-        services.validation_check(form.validation_file is not None, given)
+        run_services.validation_check(form.validation_file is not None, given)
     training = training_file_get(form.training_file, "training_file")
     validation = None
     if form.validation_file is not None:
@@ -82,8 +82,8 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
         hyperparameters = _resolved(given, num_rows)
         size.check_rows(num_rows)
         size.check(hyperparameters, num_rows)
-        run = services.training_run_enqueue(
-            adapter=services.adapter_for(adapter_name, start.base_model.name),
+        run = run_services.training_run_enqueue(
+            adapter=run_services.adapter_for(adapter_name, start.base_model.name),
             dataset=None,
             hyperparameters=hyperparameters,
             created_by=principal.user,

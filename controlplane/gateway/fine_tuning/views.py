@@ -31,8 +31,7 @@ from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
-from controlplane.training import pausing
-from controlplane.training import services as training
+from controlplane.training import pausing, run_services
 from controlplane.training.models import TrainingEvent, TrainingRun
 
 _JOBS = Paging(id_prefix=TrainingRun.PREFIX)
@@ -118,7 +117,7 @@ class JobCancelView(_JobChangeView):
     )
     def post(self, request: Request, job_id: str) -> Response:
         """Cancel a job; one that runs is `cancelled` within seconds."""
-        return self.answer(training.training_run_cancel, job_id)
+        return self.answer(run_services.training_run_cancel, job_id)
 
 
 class JobPauseView(_JobChangeView):

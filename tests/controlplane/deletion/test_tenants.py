@@ -44,7 +44,7 @@ from controlplane.requestlog.models import CapturedRequest, Feedback, RefusalHou
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
 from controlplane.tenants.models import IdempotencyRecord, Membership, Role, Tenant, User
-from controlplane.training import services as training
+from controlplane.training import dataset_services, run_services, schedule_services
 from controlplane.training.models import (
     DatasetPull,
     DatasetSource,
@@ -126,11 +126,11 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
         TargetCount.objects.create(revision=aliases.revision_get(alias=alias), target="canary")
         version = upload()
         DeletedVersion.objects.create(version_id=uuid.uuid4(), digest="e" * 64)
-        dataset = training.dataset_upload(name="chats", content=ROWS)
+        dataset = dataset_services.dataset_upload(name="chats", content=ROWS)
         source = DatasetSource.objects.create(name="chats", kind="hub", place={}, sealed=b"x")
         DatasetPull.objects.create(source=source)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
-        schedule = training.schedule_set(
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
+        schedule = schedule_services.schedule_set(
             adapter=run.adapter, dataset_name=dataset.name, cron_line="30 2 * * *"
         )
         ScheduleRun.objects.create(schedule=schedule, slot=NOW, training_run=run)

@@ -19,8 +19,7 @@ from controlplane.evaluations.batch_scores import GateJudge
 from controlplane.evaluations.comparison import pair_of, paired
 from controlplane.evaluations.models import BatchScores, Case, Evaluation, GateDecision, Result
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import events
-from controlplane.training import services as training
+from controlplane.training import dataset_services, events
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party
 from tests.controlplane.evaluations.conftest import (
@@ -81,7 +80,7 @@ def trained(
         "live_digest": adapter.live_version.digest,
         "base_revision": adapter.base_model.revision,
     }
-    dataset = training.dataset_upload(name="rows", content=ROW)
+    dataset = dataset_services.dataset_upload(name="rows", content=ROW)
     version = add_version(adapter)
     run = TrainingRun.objects.create(
         adapter=adapter, dataset=dataset, dataset_sha256=dataset.sha256, version=version

@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.evaluations.models import Case
-from controlplane.training import schedules, services
+from controlplane.training import dataset_services, schedule_services, schedules
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 from tests.controlplane.evaluations.conftest import (
     Skill,
@@ -48,8 +48,8 @@ def finish(row: ScheduleRun, adapter: Adapter, best_loss: float = 1.75) -> None:
 @pytest.fixture
 def night(gated: Adapter, pool: dict[str, Skill]) -> Callable[[], ScheduleRun]:
     """A function that lets the schedule's night pass, whose version the gate looks at."""
-    services.dataset_upload(name="chats", content=ROWS)
-    schedule = services.schedule_set(
+    dataset_services.dataset_upload(name="chats", content=ROWS)
+    schedule = schedule_services.schedule_set(
         adapter=gated, dataset_name="chats", cron_line="0 2 1 1 *", timezone_name="Europe/Berlin"
     )
 
@@ -60,11 +60,13 @@ def night(gated: Adapter, pool: dict[str, Skill]) -> Callable[[], ScheduleRun]:
         pool["invoices@1"], pool["invoices@2"] = answers(5), answers(60)
         pool["invoices@3"] = answers(2)
         # Seven rows now, then ten.
-        services.dataset_upload(name="chats", content=b"\n".join(ROWS.split(b"\n")[:7]) + b"\n")
+        dataset_services.dataset_upload(
+            name="chats", content=b"\n".join(ROWS.split(b"\n")[:7]) + b"\n"
+        )
         finish(schedules.schedule_run_now(schedule), gated, 2.0)
         run_all()
         more = ROWS + b"\n".join(ROWS.split(b"\n")[:2]) + b"\n"
-        services.dataset_upload(name="chats", content=more)
+        dataset_services.dataset_upload(name="chats", content=more)
         Schedule.objects.update(next_run_at=timezone.now() - dt.timedelta(minutes=1))
         assert schedules.schedules_fire() == 1
         row = ScheduleRun.objects.get(trigger="clock")

@@ -16,7 +16,13 @@ from controlplane.events.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role
-from controlplane.training import history, schedules, services
+from controlplane.training import (
+    dataset_services,
+    history,
+    run_services,
+    schedule_services,
+    schedules,
+)
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
 from controlplane.webhooks import fan_out, mails
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
@@ -120,7 +126,7 @@ def test_what_was_deleted_is_no_longer_shown(night: Night, scope: Party) -> None
     assert (entry["gate"]["status"], entry["comparison"]) == ("reject", None)
     GateDecision.objects.all().delete()
     assert as_key(scope).get(MORNING).json()["data"][0]["gate"] is None
-    services.schedule_delete(adapter=Schedule.objects.get().adapter)
+    schedule_services.schedule_delete(adapter=Schedule.objects.get().adapter)
     assert as_key(scope).get(MORNING).json()["data"] == []
 
 
@@ -192,8 +198,10 @@ def test_a_night_waits_for_slots_that_are_near_and_not_for_ever(night: Night) ->
 
 
 def test_a_night_of_nothing_new_is_not_told(scope: Party, gated: Any) -> None:
-    services.dataset_upload(name="chats", content=ROWS)
-    schedule = services.schedule_set(adapter=gated, dataset_name="chats", cron_line="0 2 * * *")
+    dataset_services.dataset_upload(name="chats", content=ROWS)
+    schedule = schedule_services.schedule_set(
+        adapter=gated, dataset_name="chats", cron_line="0 2 * * *"
+    )
     run = schedules.schedule_run_now(schedule).training_run
     assert run is not None
     TrainingRun.objects.update(status="succeeded")
@@ -208,11 +216,11 @@ def test_a_night_of_nothing_new_is_not_told(scope: Party, gated: Any) -> None:
 
 def test_failed_and_missed_come_first(night: Night, scope: Party) -> None:
     night()
-    other = services.training_run_create(
+    other = run_services.training_run_create(
         adapter_name="other", dataset_name="chats", base_model_name="tiny"
     )
     TrainingRun.objects.filter(pk=other.pk).update(status="succeeded", num_rows=1)
-    schedule = services.schedule_set(
+    schedule = schedule_services.schedule_set(
         adapter=other.adapter, dataset_name="chats", cron_line="0 2 * * *"
     )
     row = schedules.schedule_run_now(schedule)

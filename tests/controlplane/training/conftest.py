@@ -14,7 +14,7 @@ import pytest
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch_child, reports, services
+from controlplane.training import batch_child, dataset_services, reports
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
 from tests.controlplane.training import quick_trainer
@@ -87,7 +87,7 @@ def adapter(in_acme: Party, tiny_base: BaseModel) -> Adapter:
 
 @pytest.fixture
 def dataset(in_acme: Party) -> Dataset:
-    return services.dataset_upload(name="chats", content=ROWS)
+    return dataset_services.dataset_upload(name="chats", content=ROWS)
 
 
 def use_quick_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ from controlplane.training import (
     lost_runs,
     pausing,
     picking,
+    run_services,
     running,
-    services,
     tasks,
 )
 from controlplane.training.attempt import Attempt
@@ -92,7 +92,7 @@ def states(run: TrainingRun) -> list[str]:
 
 
 def cancel(run: TrainingRun, thread: threading.Thread) -> None:
-    services.training_run_cancel(run=run)
+    run_services.training_run_cancel(run=run)
     thread.join(60)
     run.refresh_from_db()
     assert run.status == "cancelled"
@@ -196,7 +196,7 @@ def test_cancelled_a_run_ends_within_5_s(
         if is_deaf:
             trainers()[0].suspend()
         began = time.monotonic()
-        services.training_run_cancel(run=run)
+        run_services.training_run_cancel(run=run)
         wait_for(lambda run=run: is_cancelled(run))
         assert time.monotonic() - began < 5
         thread.join(60)

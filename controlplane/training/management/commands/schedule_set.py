@@ -13,7 +13,7 @@ from controlplane.adapters.services import adapter_get
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import schedules, services
+from controlplane.training import run_services, schedule_services, schedules
 
 
 class Command(BaseCommand):
@@ -34,8 +34,8 @@ class Command(BaseCommand):
         try:
             with tenant_scope(find_tenant(tenant).id):
                 base_model = options["base_model"]
-                schedule = services.schedule_set(
-                    adapter=services.adapter_for(adapter, base_model)
+                schedule = schedule_services.schedule_set(
+                    adapter=run_services.adapter_for(adapter, base_model)
                     if base_model
                     else adapter_get(name=adapter),
                     dataset_name=options["dataset"],
