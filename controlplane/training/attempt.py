@@ -10,8 +10,8 @@ from django.db.models import F, Value
 from django.db.models.functions import Coalesce
 
 from controlplane.training.events import Kind, Level, StepMetrics, event_add, metrics_forget
-from controlplane.training.loss_curve import LossCurve
 from controlplane.training.models import TrainingRun
+from controlplane.training.trainer import LossCurve
 from controlplane.usage.training import training_usage_add, training_usage_remove
 
 CPU = "cpu"

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from contract.training.job import Hyperparameters
-from controlplane.training import reports, size
+from controlplane.training import reports
+from controlplane.training.hyperparameters import check_rows, check_size, most_tokens
 from controlplane.training.models import Dataset
 
 
@@ -34,11 +35,11 @@ def run_cost(dataset: Dataset, hyperparameters: dict[str, Any], base_model: str)
 
     hyperparameters  checked ones; they are admitted as if no row were kept back to validate with
     """
-    size.check_rows(dataset.num_rows)
-    size.check(hyperparameters, dataset.num_rows)
+    check_rows(dataset.num_rows)
+    check_size(hyperparameters, dataset.num_rows)
     hyper = Hyperparameters.from_dict(hyperparameters)
     rows = dataset.num_rows - round(dataset.num_rows * hyper.validation_share)
-    steps, most = hyper.num_steps(rows), size.most_tokens(hyper, rows)
+    steps, most = hyper.num_steps(rows), most_tokens(hyper, rows)
     counts = reports.report_of(dataset)["bases"].get(base_model)
     tokens = seconds = None
     if counts is not None:

@@ -17,9 +17,9 @@ from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, re
 from controlplane.events.audit.services import record
 from controlplane.tenancy.model_scope import check_named
 from controlplane.tenants.models import User, is_slug
-from controlplane.training import events, sending, size, versions
+from controlplane.training import events, sending, versions
 from controlplane.training.dataset_services import dataset_get, dataset_lock, dataset_version_get
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training.hyperparameters import check_rows, check_size, checked_hyperparameters
 from controlplane.training.models import Dataset, DatasetVersion, TrainingRun
 from controlplane.usage.limits import quotas
 
@@ -50,8 +50,8 @@ def training_run_create(
         dataset, version = dataset_version_get(dataset_name, param="dataset")
         validation = validation_dataset_get(validation_dataset_name, checked)
         num_rows = dataset.num_rows if version is None else version.num_rows
-        size.check_rows(num_rows)
-        size.check(checked, num_rows)
+        check_rows(num_rows)
+        check_size(checked, num_rows)
         adapter = adapter_for(adapter_name, base_model_name)
         if adapter.base_model.is_shut_down:
             base_model = adapter.base_model

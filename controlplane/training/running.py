@@ -26,9 +26,10 @@ from controlplane.errors import ApiError
 from controlplane.infra import storage
 from controlplane.infra.metrics import TRAINING_STEPS
 from controlplane.infra.outages import DATABASE_OUTAGE
-from controlplane.training import contents, judging, publishing, size
+from controlplane.training import contents, judging, publishing
 from controlplane.training.attempt import Attempt
 from controlplane.training.endings import Fault, run_abandon, run_finish, run_give_back
+from controlplane.training.hyperparameters import check_size
 from controlplane.training.kept_adapters import KeptAdapters
 from controlplane.training.kept_folders import KeptFolder
 from controlplane.training.lease import RunLease, while_held, with_retry
@@ -209,7 +210,7 @@ class RunningRun:
         run, folder = self.run, self.folder
         if run.dataset is None and run.training_file_id is None:
             raise TrainingAbandoned  # it was deleted, and the run cancelled with it
-        size.check(run.hyperparameters, run.num_rows or 0)  # the limits may be lower by now
+        check_size(run.hyperparameters, run.num_rows or 0)  # the limits may be lower by now
         output = folder / "adapter"
         job = TrainJob(
             base_model_dir=_base_model_dir(run.adapter.base_model),

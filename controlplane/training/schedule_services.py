@@ -15,9 +15,9 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter
 from controlplane.errors import InvalidRequest, require
 from controlplane.events.audit.services import record
-from controlplane.training import cron, schedule_rules, size
+from controlplane.training import cron, schedule_rules
 from controlplane.training.dataset_services import dataset_get, dataset_lock
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training.hyperparameters import check_size, checked_hyperparameters
 from controlplane.training.models import Schedule
 from controlplane.training.run_services import validation_dataset_get
 
@@ -56,7 +56,7 @@ def schedule_set(
         known = Schedule.objects.select_for_update().filter(adapter=adapter).first()
         dataset = dataset_lock(dataset_get(name=dataset_name, param="dataset"))
         validation = validation_dataset_get(validation_dataset_name, checked)
-        size.check(checked, dataset.num_rows)
+        check_size(checked, dataset.num_rows)
         before = _audit_fields(known) if known else None
         schedule, is_new = Schedule.objects.update_or_create(
             adapter=adapter,

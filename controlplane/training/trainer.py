@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from contract.training.job import TrainJob
 from controlplane.training.last_lines import for_tenant
-from controlplane.training.loss_curve import LossCurve
 
 #: Why a run is queued again.
 LOST, NO_ROOM = "The trainer was lost", "No room is left on the trainer's disk"
@@ -18,6 +17,8 @@ _COUNTS = ("rows", "examples", "truncated_rows", "dropped_rows", "validation_row
 _TOLD = "told.json"
 #: Length of a failure's message, with the end of its trace.
 MAX_ERROR_CHARS = 2000
+#: Number of points of a loss curve at which every second one is dropped.
+MAX_CURVE_POINTS = 256
 Event = dict[str, Any]
 
 
@@ -46,6 +47,21 @@ class TrainingAbandoned(Exception):
 
 class TrainingPaused(TrainingAbandoned):
     """Raised when the run's owner has paused it: its state is written before the trainer ends."""
+
+
+class LossCurve:
+    """[step, loss] in the order of the steps, with a bounded number of points."""
+
+    def __init__(self) -> None:
+        self.points: list[list[float]] = []
+
+    def add(self, step: int, loss: float) -> None:
+        """Add the loss of a step, unless the step is not after the last one."""
+        if self.points and step <= self.points[-1][0]:
+            return
+        if len(self.points) >= MAX_CURVE_POINTS:
+            self.points = self.points[::2]
+        self.points.append([step, loss])
 
 
 class TrainedRun(Protocol):

@@ -17,8 +17,8 @@ from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
-from controlplane.training import events, run_services, size
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training import events, run_services
+from controlplane.training.hyperparameters import check_rows, check_size, checked_hyperparameters
 from controlplane.training.models import TrainingRun
 from controlplane.usage.limits import quotas
 
@@ -80,8 +80,8 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
         take_over(validation, "validation_file")
     with _own_names(form), transaction.atomic():
         hyperparameters = _resolved(given, num_rows)
-        size.check_rows(num_rows)
-        size.check(hyperparameters, num_rows)
+        check_rows(num_rows)
+        check_size(hyperparameters, num_rows)
         run = run_services.training_run_enqueue(
             adapter=run_services.adapter_for(adapter_name, start.base_model.name),
             dataset=None,
