@@ -19,8 +19,11 @@ from controlplane.aliases import services as aliases
 from controlplane.aliases.protection import adapter_users
 from controlplane.errors import Conflict
 from controlplane.events.audit.services import record, recorded_at_end
-from controlplane.training import run_services, saved_states, schedule_services, sources, versions
+from controlplane.training.datasets import sources, versions
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.kept import saved_states
+from controlplane.training.schedules import services as schedule_services
 
 #: A string, because its module imports one that this module imports.
 REMOVE_TASK = "controlplane.adapters.tasks.deleted_versions_remove"

@@ -34,8 +34,9 @@ from controlplane.infra import storage
 from controlplane.infra.redis_client import redis_client
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants.models import Membership, Tenant, User
-from controlplane.training import run_services, schedule_services
 from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.totals import usage_forget_names
 from controlplane.usage.training import training_usage_forget_names

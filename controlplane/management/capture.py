@@ -20,7 +20,7 @@ from controlplane.requestlog.models import CapturedRequest, CapturePolicy
 from controlplane.requestlog.sealing import Unreadable
 from controlplane.tenancy.model_scope import may_name
 from controlplane.tenants.auth import Permission, authorize
-from controlplane.training.captured_rows import dataset_from_captured
+from controlplane.training.datasets.captured_rows import dataset_from_captured
 
 _ONLY_HELP = (
     "all: without those that were rated bad and not corrected; good: rated good, or corrected; "

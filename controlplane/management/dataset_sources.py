@@ -14,7 +14,7 @@ from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
 from controlplane.tenants.auth import Permission, authorize
-from controlplane.training import sources
+from controlplane.training.datasets import sources
 from controlplane.training.models import DatasetPull, DatasetSource
 
 #: Kind -> the fields of its place with their defaults; None: the field is required.

@@ -14,7 +14,8 @@ from controlplane.gateway.rest.paging import PAGE_PARAMETERS, Paging, page, page
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.training import DatasetSerializer
 from controlplane.tenants.auth import Permission, authorize
-from controlplane.training import dataset_services, preview, reports, versions
+from controlplane.training.datasets import preview, reports, versions
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import DatasetVersion
 
 _PREVIEW = Paging(default_limit=10, max_limit=preview.MAX_PREVIEW)

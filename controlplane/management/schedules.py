@@ -13,9 +13,9 @@ from controlplane.adapters.services import adapter_get
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import TenantAPIView
 from controlplane.tenants.auth import Permission
-from controlplane.training import schedules
 from controlplane.training.models import ScheduleRun
-from controlplane.training.schedule_services import schedule_get
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules.services import schedule_get
 
 
 class ScheduleRunSerializer(serializers.ModelSerializer[ScheduleRun]):

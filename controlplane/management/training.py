@@ -23,9 +23,12 @@ from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, flag, is_forced
 from controlplane.management.fields import ChoiceField
 from controlplane.tenants.auth import Permission
-from controlplane.training import dataset_services, picking, run_services, schedule_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
-from controlplane.training.schedule_rules import settings_changed
+from controlplane.training.runs import picking
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
+from controlplane.training.schedules.schedule_rules import settings_changed
 
 _NAME = OpenApiParameter("name", str, required=True, description="The dataset's name.")
 _APPEND = OpenApiParameter(

@@ -15,7 +15,7 @@ from controlplane.gateway.rest.fields import Constant
 from controlplane.management.adapters import VersionSerializer
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.tenants.auth import Permission
-from controlplane.training import comparison
+from controlplane.training.runs import comparison
 
 
 class DeprecateSerializer(StrictSerializer):

@@ -6,7 +6,10 @@ class TrainingConfig(AppConfig):
 
     def ready(self) -> None:
         from controlplane.infra import metrics
-        from controlplane.training import contents, picking, readings, run_services, saved_states
+        from controlplane.training.datasets import contents
+        from controlplane.training.runs import picking, readings
+        from controlplane.training.runs import services as run_services
+        from controlplane.training.runs.kept import saved_states
         from controlplane.usage.limits import quotas
 
         quotas.USES["training_runs"].connect(run_services.runs_active)

@@ -12,7 +12,8 @@ from django.views.decorators.http import require_POST
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import ErrorsShown
 from controlplane.tenants.auth import Permission
-from controlplane.training import dataset_services, sources, versions
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.datasets import sources, versions
 from controlplane.training.models import Dataset, DatasetSource
 
 #: Versions and pulls that a dataset's page shows, the newest.

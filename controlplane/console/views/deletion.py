@@ -15,7 +15,7 @@ from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.deletion import services
 from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission
-from controlplane.training.dataset_services import dataset_get
+from controlplane.training.datasets.services import dataset_get
 
 
 @require_http_methods(["GET", "HEAD", "POST"])

@@ -22,18 +22,8 @@ from controlplane.console.training_forms import DatasetForm, ScheduleForm, Train
 from controlplane.console.views.datasets import history_of
 from controlplane.errors import ApiError, PermissionDenied
 from controlplane.tenants.auth import Permission
-from controlplane.training import (
-    cost,
-    dataset_services,
-    pausing,
-    picking,
-    preview,
-    reports,
-    run_services,
-    schedule_services,
-    schedules,
-)
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training.datasets import preview, reports
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import (
     Dataset,
     Schedule,
@@ -41,7 +31,12 @@ from controlplane.training.models import (
     TrainingEvent,
     TrainingRun,
 )
-from controlplane.training.schedule_rules import rules_of
+from controlplane.training.runs import cost, pausing, picking
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.hyperparameters import checked_hyperparameters
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
+from controlplane.training.schedules.schedule_rules import rules_of
 
 Status = TrainingRun.Status
 

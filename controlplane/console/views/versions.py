@@ -18,7 +18,7 @@ from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import ErrorsShown
 from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission
-from controlplane.training import comparison
+from controlplane.training.runs import comparison
 
 
 @require_POST

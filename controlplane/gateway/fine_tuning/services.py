@@ -17,9 +17,14 @@ from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
-from controlplane.training import events, run_services
-from controlplane.training.hyperparameters import check_rows, check_size, checked_hyperparameters
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.hyperparameters import (
+    check_rows,
+    check_size,
+    checked_hyperparameters,
+)
 from controlplane.usage.limits import quotas
 
 #: OpenAI's rule for `n_epochs: "auto"`: three, changed so that rows times epochs is in this range.

@@ -31,8 +31,9 @@ from controlplane.infra.threads import query_in_thread
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
-from controlplane.training import pausing, run_services
 from controlplane.training.models import TrainingEvent, TrainingRun
+from controlplane.training.runs import pausing
+from controlplane.training.runs import services as run_services
 
 _JOBS = Paging(id_prefix=TrainingRun.PREFIX)
 _EVENTS = Paging(id_prefix=TrainingEvent.PREFIX)

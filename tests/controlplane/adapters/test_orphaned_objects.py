@@ -16,7 +16,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put

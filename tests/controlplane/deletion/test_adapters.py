@@ -23,8 +23,11 @@ from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from controlplane.tenants.key_rules import KeyRules
-from controlplane.training import contents, dataset_services, run_services, schedule_services
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.adapters.files import GOOD_CONFIG, put
 from tests.controlplane.adapters.test_ingest import upload, validate

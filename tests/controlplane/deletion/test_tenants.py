@@ -44,7 +44,7 @@ from controlplane.requestlog.models import CapturedRequest, Feedback, RefusalHou
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
 from controlplane.tenants.models import IdempotencyRecord, Membership, Role, Tenant, User
-from controlplane.training import dataset_services, run_services, schedule_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import (
     DatasetPull,
     DatasetSource,
@@ -53,6 +53,8 @@ from controlplane.training.models import (
     TrainingCheckpoint,
     TrainingRun,
 )
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits.models import TenantQuota, Turn
 from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.usage.models import TrainingUsage, UsageDay

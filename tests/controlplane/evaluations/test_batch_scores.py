@@ -19,8 +19,9 @@ from controlplane.evaluations.batch_scores import GateJudge
 from controlplane.evaluations.comparison import pair_of, paired
 from controlplane.evaluations.models import BatchScores, Case, Evaluation, GateDecision, Result
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services, events
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
 from tests.controlplane.conftest import Party
 from tests.controlplane.evaluations.conftest import (
     NUM_CASES,

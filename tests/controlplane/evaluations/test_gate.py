@@ -25,7 +25,7 @@ from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.evaluations.models import Case, Evaluation, GateDecision, Result
 from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import OutboxEvent
-from controlplane.training import dataset_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 from tests.controlplane.evaluations.conftest import (

@@ -28,9 +28,9 @@ from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.infra import liveness, storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training.dataset_services import dataset_upload
+from controlplane.training.datasets.services import dataset_upload
 from controlplane.training.models import TrainingRun
-from controlplane.training.run_services import training_run_create
+from controlplane.training.runs.services import training_run_create
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.adapters.test_retirement import wait_for_a_lock
 from tests.controlplane.conftest import Party, as_key, assert_error

@@ -22,8 +22,9 @@ from controlplane.files.services import files_list
 from controlplane.requestlog.models import CapturedRequest
 from controlplane.tenancy.model_scope import Bounds, allows_model, model_scope
 from controlplane.tenancy.scoping import new_id, tenant_scope
-from controlplane.training import dataset_services, versions
-from controlplane.training.contents import Rows
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.datasets import versions
+from controlplane.training.datasets.contents import Rows
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_user, assert_error
 from tests.controlplane.management.bound_world import ALIAS, NAME, World, captured_make

@@ -11,7 +11,7 @@ from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.evaluations.models import Judge
 from controlplane.infra.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import DatasetSource
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
 from tests.controlplane.training.conftest import ROWS

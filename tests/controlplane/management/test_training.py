@@ -18,8 +18,9 @@ from django.utils import timezone
 from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services, run_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
 from tests.controlplane.conftest import Party, as_key, as_user
 from tests.controlplane.training.conftest import (  # noqa: F401
     ROWS,

@@ -10,8 +10,10 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter
 from controlplane.evaluations.models import Case
-from controlplane.training import dataset_services, schedule_services, schedules
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.evaluations.conftest import (
     Skill,
     add_version,

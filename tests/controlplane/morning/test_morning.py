@@ -16,14 +16,11 @@ from controlplane.events.outbox.models import OutboxEvent
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role
-from controlplane.training import (
-    dataset_services,
-    history,
-    run_services,
-    schedule_services,
-    schedules,
-)
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Schedule, ScheduleRun, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import history, schedules
+from controlplane.training.schedules import services as schedule_services
 from controlplane.webhooks import fan_out, mails
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 from tests.controlplane.console.conftest import browser_of

@@ -14,7 +14,8 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.permissions import DEVELOPER
 from controlplane.tenants.services import member_add
-from controlplane.training import dataset_services, pulls
+from controlplane.training.datasets import pulls
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party, as_user
 from tests.controlplane.console.conftest import browser_of

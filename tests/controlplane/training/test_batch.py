@@ -19,19 +19,21 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
     batch_child,
-    dataset_services,
     events,
     execution,
     pausing,
     picking,
-    run_services,
     running,
-    tasks,
     trainer,
 )
-from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS

@@ -14,19 +14,20 @@ from controlplane.adapters.models import BaseModel
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import (
-    dataset_checks,
-    dataset_services,
+from controlplane.training.datasets import dataset_checks, row_check
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import (
     execution,
     picking,
-    row_check,
-    run_services,
     running,
-    schedule_services,
-    schedules,
     sending,
 )
-from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS

@@ -9,8 +9,11 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import contents, dataset_services, run_services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun
+from controlplane.training.runs import services as run_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS

@@ -30,19 +30,21 @@ from controlplane.adapters.promotion import promotion_policy_set
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import (
     endings,
     execution,
     lease,
     lost_runs,
     picking,
     publishing,
-    run_services,
     running,
-    schedule_services,
-    tasks,
 )
-from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, use_quick_trainer
 

@@ -29,18 +29,20 @@ from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Principal
-from controlplane.training import (
-    contents,
-    dataset_services,
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import DatasetContent, TrainingEvent, TrainingRun, dataset_key
+from controlplane.training.runs import (
     endings,
     events,
     execution,
     lost_runs,
     pausing,
-    run_services,
     running,
 )
-from controlplane.training.models import DatasetContent, TrainingEvent, TrainingRun, dataset_key
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS

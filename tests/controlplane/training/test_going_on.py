@@ -23,7 +23,9 @@ from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.deletion import services as deletion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.runs import (
     batch_child,
     endings,
     events,
@@ -31,14 +33,14 @@ from controlplane.training import (
     lost_runs,
     pausing,
     picking,
-    run_services,
     running,
-    tasks,
 )
-from controlplane.training.attempt import Attempt
-from controlplane.training.models import Dataset, TrainingRun
-from controlplane.training.saved_states import KEPT
-from controlplane.training.trainer import NO_ROOM
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.runs.attempt import Attempt
+from controlplane.training.runs.kept.saved_states import KEPT
+from controlplane.training.runs.trainer import NO_ROOM
 from controlplane.usage.limits import quotas
 from tests.controlplane.training.test_execution import (
     background,

@@ -8,7 +8,7 @@ import pytest
 
 from contract.training.job import Hyperparameters
 from controlplane.errors import InvalidRequest
-from controlplane.training.hyperparameters import checked_hyperparameters, most_tokens
+from controlplane.training.runs.hyperparameters import checked_hyperparameters, most_tokens
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from controlplane.training.batch_child import parse_event
-from controlplane.training.trainer import MAX_CURVE_POINTS, LossCurve
+from controlplane.training.runs.batch_child import parse_event
+from controlplane.training.runs.trainer import MAX_CURVE_POINTS, LossCurve
 
 
 def test_long_training_keeps_its_ends_and_few_points() -> None:

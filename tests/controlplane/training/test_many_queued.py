@@ -18,15 +18,17 @@ from controlplane.adapters.services import adapter_create
 from controlplane.infra.metrics import TRAINING_MESSAGES
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.services import tenant_create
-from controlplane.training import (
-    dataset_services,
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
     execution,
     lost_runs,
     picking,
-    run_services,
     sending,
 )
-from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.limits import quotas
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party, as_key

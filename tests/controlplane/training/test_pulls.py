@@ -17,7 +17,15 @@ from controlplane.infra import storage
 from controlplane.infra.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import dataset_services, pull_sources, pulls, sources, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import (
+    pull_sources,
+    pulls,
+    sources,
+)
+from controlplane.training.datasets import (
+    services as dataset_services,
+)
 from controlplane.training.models import Dataset, DatasetPull, DatasetSource, DatasetVersion
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.test_versions import content_of, rows

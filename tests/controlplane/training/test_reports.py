@@ -13,7 +13,9 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services, reports, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import reports
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, TrainingRun, dataset_key
 from engine.text.codec import TextCodec
 from tests.controlplane.conftest import Party, as_key

@@ -16,14 +16,12 @@ from controlplane.celery import app
 from controlplane.errors import Conflict
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import (
-    dataset_services,
-    run_services,
-    schedule_services,
-    schedules,
-    tasks,
-)
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 

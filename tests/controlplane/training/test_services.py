@@ -13,8 +13,10 @@ from controlplane.adapters.models import Adapter
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, PayloadTooLarge
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services, run_services, schedule_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 

@@ -18,15 +18,11 @@ from controlplane.errors import Conflict, InvalidRequest
 from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra.metrics import SCHEDULE_SLOTS
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import (
-    dataset_services,
-    history,
-    run_services,
-    schedule_rules,
-    schedules,
-    sending,
-)
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
+from controlplane.training.runs import sending
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import history, schedule_rules, schedules
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 from tests.controlplane.training.test_schedules import finish_runs, schedule_set, states

@@ -10,8 +10,11 @@ import pytest
 from controlplane.adapters.models import Adapter
 from controlplane.errors import Conflict
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import dataset_services, execution, run_services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import execution
+from controlplane.training.runs import services as run_services
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS

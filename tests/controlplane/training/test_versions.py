@@ -13,8 +13,11 @@ from controlplane.files import services as files
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import contents, dataset_services, run_services, tasks, versions
+from controlplane.training import tasks
+from controlplane.training.datasets import contents, versions
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, DatasetContent, DatasetVersion, TrainingRun
+from controlplane.training.runs import services as run_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.console.conftest import browser_of

@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import dataset_services
+from controlplane.training.datasets import services as dataset_services
 
 
 class Command(BaseCommand):

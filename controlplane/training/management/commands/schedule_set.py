@@ -13,7 +13,9 @@ from controlplane.adapters.services import adapter_get
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import run_services, schedule_services, schedules
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 
 
 class Command(BaseCommand):
