@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.adapters.names import plain_name
 from controlplane.adapters.resolution import (
     ResolvedModel,
     base_model_resolve,
@@ -22,6 +21,7 @@ from controlplane.adapters.resolution import (
     imported_name,
     limit_names,
     model_resolve,
+    plain_name,
 )
 from controlplane.aliases.models import AliasPart
 from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like

@@ -23,8 +23,7 @@ from prometheus_client.core import Metric
 
 from contract.messages import protocol
 from contract.messages.protocol import AdapterRef, Control, ControlMessage
-from controlplane.adapters.references import adapter_ref
-from controlplane.adapters.resolution import ResolvedModel
+from controlplane.adapters.resolution import ResolvedModel, adapter_ref
 from controlplane.aliases.models import AliasRevision, is_current
 from controlplane.aliases.resolution import plans_of
 from controlplane.infra.metrics import gauge

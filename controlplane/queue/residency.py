@@ -23,7 +23,7 @@ from django.db.models import F
 from contract.messages import protocol
 from contract.messages.protocol import Control, ControlMessage, Tier
 from controlplane.adapters.models import AdapterVersion
-from controlplane.adapters.references import adapter_ref
+from controlplane.adapters.resolution import adapter_ref
 from controlplane.aliases.contents import Part, contents_of
 from controlplane.aliases.models import Alias
 from controlplane.aliases.services import revision_before, revision_get
