@@ -12,7 +12,7 @@ from rest_framework.response import Response
 from controlplane.adapters import downloads, retirement, services
 from controlplane.errors import InvalidRequest
 from controlplane.gateway.rest.fields import Constant
-from controlplane.management.adapters import VersionSerializer
+from controlplane.management.adapters.adapters import VersionSerializer
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.tenants.auth import Permission
 from controlplane.training.runs import comparison

@@ -14,7 +14,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.management.training import DatasetSerializer
+from controlplane.management.training.training import DatasetSerializer
 from controlplane.requestlog import capture, captured
 from controlplane.requestlog.models import CapturedRequest, CapturePolicy
 from controlplane.requestlog.sealing import Unreadable

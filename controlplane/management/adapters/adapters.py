@@ -22,10 +22,10 @@ from controlplane.adapters.models import (
 from controlplane.deletion import services as deletion
 from controlplane.evaluations.gate_policy import gate_policy
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
-from controlplane.management.adapter_uploads import AdapterUploadSerializer
+from controlplane.management.adapters.adapter_uploads import AdapterUploadSerializer
+from controlplane.management.adapters.inspections import LARGE, PROBE_HELP, probe_of
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.management.fields import ChoiceField
-from controlplane.management.inspections import LARGE, PROBE_HELP, probe_of
 from controlplane.management.residency import PrefetchedSerializer
 from controlplane.queue.residency import Prefetched, before_switch
 from controlplane.tenants.auth import Permission, authorize

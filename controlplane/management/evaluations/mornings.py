@@ -15,9 +15,9 @@ from controlplane.evaluations.morning.report import Entry, morning_of
 from controlplane.evaluations.morning.telling import moment_of
 from controlplane.gateway.rest.fields import DescribedField
 from controlplane.management.base import TenantAPIView
-from controlplane.management.evaluations import ComparisonSerializer
-from controlplane.management.gates import GateSerializer
-from controlplane.management.schedules import ScheduleRunSerializer
+from controlplane.management.evaluations.evaluations import ComparisonSerializer
+from controlplane.management.evaluations.gates import GateSerializer
+from controlplane.management.training.schedules import ScheduleRunSerializer
 
 _PARAMETERS = [
     OpenApiParameter(

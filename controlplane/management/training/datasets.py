@@ -12,7 +12,7 @@ from rest_framework.response import Response
 from controlplane.gateway.fine_tuning.dataset_files import dataset_from_file
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, Paging, page, page_of
 from controlplane.management.base import StrictSerializer, TenantAPIView
-from controlplane.management.training import DatasetSerializer
+from controlplane.management.training.training import DatasetSerializer
 from controlplane.tenants.auth import Permission, authorize
 from controlplane.training.datasets import preview, reports, versions
 from controlplane.training.datasets import services as dataset_services

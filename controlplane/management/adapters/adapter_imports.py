@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from controlplane.adapters import imports
 from controlplane.adapters.import_sources import MAX_URL_CHARS
-from controlplane.management.adapters import VersionSerializer
+from controlplane.management.adapters.adapters import VersionSerializer
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.tenants.auth import Permission
 
