@@ -28,7 +28,7 @@ from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like
 from controlplane.errors import ApiError, InvalidRequest, NotFound
 from controlplane.inference.alias_defaults import AliasDefaults, defaults_of, known_defaults
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup
 from controlplane.tenancy.model_scope import allows_model, refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from controlplane.infra.liveness import show_alive
+from controlplane.infra.health.liveness import show_alive
 from controlplane.training.datasets import contents, pulls, reports, sources
 from controlplane.training.datasets.reports import REPORT_TASK
 from controlplane.training.runs import events, execution, lost_runs

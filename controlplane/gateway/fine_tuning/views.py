@@ -27,7 +27,7 @@ from controlplane.gateway.fine_tuning.live import PAGE, Page, live_events
 from controlplane.gateway.rest.paging import Paging, page, page_of, page_of_items
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.schemas import MAX_METADATA
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission

@@ -19,11 +19,11 @@ from django.conf import settings
 
 from controlplane.adapters.import_sources import MAX_URL_CHARS, hub_source
 from controlplane.errors import InvalidRequest
-from controlplane.infra import outbound, s3_requests
 from controlplane.infra.ciphers import peppered_cipher
-from controlplane.infra.outbound import Answer, Bounds, CallFailed
-from controlplane.infra.outbound_policy import Refused
-from controlplane.infra.s3_requests import Bucket
+from controlplane.infra.outbound import outbound, s3_requests
+from controlplane.infra.outbound.outbound import Answer, Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import Refused
+from controlplane.infra.outbound.s3_requests import Bucket
 
 PURPOSE = b"dataset source"
 #: Largest number of a source's objects; more need a longer prefix.

@@ -14,8 +14,8 @@ from kombu.exceptions import OperationalError
 
 from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
-from controlplane.infra import outbound
-from controlplane.infra.outbound_policy import Refused
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound_policy import Refused
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenants.models import is_slug
 from controlplane.training import cron

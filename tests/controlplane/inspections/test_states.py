@@ -26,7 +26,8 @@ from controlplane.aliases.contents import Contents, Part, contents_of
 from controlplane.evaluations.inspections import execution, sweep
 from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import EventType, OutboxEvent
-from controlplane.infra import liveness, storage
+from controlplane.infra import storage
+from controlplane.infra.health import liveness
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.datasets.services import dataset_upload
 from controlplane.training.models import TrainingRun

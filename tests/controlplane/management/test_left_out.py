@@ -9,7 +9,7 @@ import pytest
 
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.evaluations.models import Judge
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import DatasetSource

@@ -14,7 +14,7 @@ import pytest
 from django.utils import timezone
 
 from controlplane.infra import storage
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.training import tasks

@@ -28,7 +28,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.response import HTTPResponse
 
 from controlplane.infra.metrics import OUTBOUND_CALLS
-from controlplane.infra.outbound_policy import (
+from controlplane.infra.outbound.outbound_policy import (
     MAX_URL_CHARS,
     Destination,
     OutboundPolicy,

@@ -11,7 +11,7 @@ import redis
 from django.conf import settings
 
 from controlplane.infra import storage
-from controlplane.infra.preflight import connect_once
+from controlplane.infra.health.preflight import connect_once
 
 #: Time for which results are kept, because strangers may ask for /readyz often.
 KEPT_S = 2.0

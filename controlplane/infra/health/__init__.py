@@ -1,0 +1,1 @@
+"""Whether processes are alive, and the servers that they need are ready."""
