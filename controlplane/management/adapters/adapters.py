@@ -27,7 +27,7 @@ from controlplane.management.adapters.inspections import LARGE, PROBE_HELP, prob
 from controlplane.management.base import FORCE, StrictSerializer, TenantAPIView, is_forced
 from controlplane.management.fields import ChoiceField
 from controlplane.management.residency import PrefetchedSerializer
-from controlplane.queue.residency import Prefetched, before_switch
+from controlplane.queue.placement.residency import Prefetched, before_switch
 from controlplane.tenants.auth import Permission, authorize
 
 

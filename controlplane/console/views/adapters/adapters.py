@@ -19,7 +19,7 @@ from controlplane.console.forms import ErrorsShown
 from controlplane.console.residency import prefetched_text, residency_of
 from controlplane.errors import require
 from controlplane.evaluations.models import GateDecision
-from controlplane.queue.residency import before_switch
+from controlplane.queue.placement.residency import before_switch
 from controlplane.tenants.auth import Permission
 from controlplane.training.models import Schedule, TrainingRun
 

@@ -24,7 +24,7 @@ from controlplane.console.canary_rows import measure_rows, split_bar
 from controlplane.console.forms import ErrorsShown
 from controlplane.console.residency import prefetched_text
 from controlplane.errors import ApiError
-from controlplane.queue.residency import (
+from controlplane.queue.placement.residency import (
     Prefetched,
     before_alias_rollback,
     before_alias_switch,

@@ -29,7 +29,7 @@ from controlplane.aliases.models import AliasPart, AliasRevision, is_current
 from controlplane.aliases.resolution import version_of
 from controlplane.infra.metrics import gauge
 from controlplane.infra.redis_client import redis_client
-from controlplane.queue.residency import send_prefetch
+from controlplane.queue.placement.residency import send_prefetch
 from controlplane.queue.workers import WorkerStatus, read_workers, workers
 from controlplane.tenancy.scoping import all_tenants
 

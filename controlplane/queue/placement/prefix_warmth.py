@@ -29,7 +29,7 @@ from controlplane.aliases.resolution import plans_of
 from controlplane.infra.metrics import gauge
 from controlplane.infra.redis_client import redis_client
 from controlplane.queue.dead_letters import quarantined
-from controlplane.queue.warmth import PINNED, WARM, pin_lease_s
+from controlplane.queue.placement.warmth import PINNED, WARM, pin_lease_s
 from controlplane.queue.workers import WorkerStatus, read_workers, workers
 from controlplane.tenancy.scoping import all_tenants
 

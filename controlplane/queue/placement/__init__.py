@@ -1,0 +1,1 @@
+"""Which workers hold an adapter, and which should."""
