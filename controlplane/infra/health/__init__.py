@@ -1,1 +1,1 @@
-"""Whether processes are alive, and the servers that they need are ready."""
+"""Checks that processes are alive, and that the servers they need are ready."""

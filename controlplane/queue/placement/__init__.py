@@ -1,1 +1,1 @@
-"""Which workers hold an adapter, and which should."""
+"""The workers that hold an adapter, and those that should."""

@@ -1,1 +1,1 @@
-"""What a run stores while it trains: saved states, kept adapters, and folders."""
+"""Saved states, kept adapters and folders of a run that trains."""
