@@ -12,9 +12,9 @@ import pytest
 from contract.messages.protocol import done_key, job_key
 from controlplane.files.batches.runner import LOOK_S
 from controlplane.queue.batch_reply_stream import line_request_id
-from tests.controlplane.batches.conftest import Batches
-from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
-from tests.controlplane.batches.test_takeover import check, create, fence, under_way
+from tests.controlplane.files.batches.conftest import Batches
+from tests.controlplane.files.batches.test_batch_crashes import lapse, nothing_is_left, records
+from tests.controlplane.files.batches.test_takeover import check, create, fence, under_way
 from tests.live import LiveStack, Process, wait_for
 
 NUM_LINES = 10

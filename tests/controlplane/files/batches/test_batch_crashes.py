@@ -11,7 +11,7 @@ import pytest
 
 from contract.messages.protocol import GATEWAYS_KEY, PAYLOAD_FIELD, DoneRecord, done_key, out_key
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
-from tests.controlplane.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, Process, wait_for
 
 #: More than a runner answers between two looks.

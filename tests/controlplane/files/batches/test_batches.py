@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from tests.controlplane.batches.conftest import ENDPOINT, Batches, chat_line
+from tests.controlplane.files.batches.conftest import ENDPOINT, Batches, chat_line
 from tests.controlplane.gateway.files.test_files import objects, sweep
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
@@ -354,7 +354,7 @@ def test_a_batch_ends_with_its_key(batches: Batches) -> None:
 
 
 def batches_file(lines: list[Any]) -> tuple[str, bytes]:
-    from tests.controlplane.batches.conftest import as_file
+    from tests.controlplane.files.batches.conftest import as_file
 
     return "in.jsonl", as_file(lines)
 

@@ -13,8 +13,8 @@ import pytest
 from contract.messages.protocol import HEARTBEAT_TIMEOUT_S, done_key
 from contract.queue.reply_streams import pending_lines_key
 from controlplane.files.batches.runner import LOOK_S
-from tests.controlplane.batches.conftest import Batches, chat_line
-from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
+from tests.controlplane.files.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.controlplane.gateway.files.test_files import objects, sweep
 from tests.live import LiveStack, Process, wait_for
 

@@ -17,7 +17,7 @@ import pytest
 from demo.ports import HOST
 from demo.servers import Redis
 from demo.stack import EmbeddedStack
-from tests.controlplane.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.conftest import Batches, chat_line
 from tests.live import LiveStack, live_stack, wait_for
 from tests.site import Site
 from tests.worker.test_histories import redis_server  # noqa: F401

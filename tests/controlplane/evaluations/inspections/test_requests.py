@@ -11,7 +11,7 @@ from controlplane.evaluations.inspections import execution
 from controlplane.events.audit.models import AuditEvent
 from tests.controlplane.adapters.test_ingest import upload, validate
 from tests.controlplane.conftest import Party, as_key
-from tests.controlplane.inspections.test_states import (
+from tests.controlplane.evaluations.inspections.test_states import (
     AGREED,
     Probe,
     finding,

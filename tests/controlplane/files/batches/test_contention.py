@@ -14,8 +14,8 @@ import pytest
 
 from contract.messages.protocol import done_key, job_key, out_key
 from contract.queue.reply_streams import batch_stream_id, pending_lines_key
-from tests.controlplane.batches.conftest import Batches, chat_line
-from tests.controlplane.batches.test_batch_crashes import lapse, nothing_is_left, records
+from tests.controlplane.files.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.test_batch_crashes import lapse, nothing_is_left, records
 from tests.live import LiveStack, Process, wait_for
 
 NUM_LINES = 600

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.controlplane.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.conftest import Batches, chat_line
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 

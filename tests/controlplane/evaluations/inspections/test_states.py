@@ -37,7 +37,7 @@ from tests.controlplane.adapters.test_retirement import wait_for_a_lock
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import ROWS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 Status = AdapterVersion.Status
 Probe = AdapterInspection.Status
 
