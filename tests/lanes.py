@@ -45,7 +45,7 @@ SLOW = (
     "controlplane/training/test_execution.py",
     "worker/test_pressure.py",
     "worker/test_histories.py",
-    "controlplane/batches",
+    "controlplane/files/batches",
     "worker/test_faults.py",
     "demo",
     "worker/training/test_train.py",
