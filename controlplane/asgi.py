@@ -33,7 +33,7 @@ from controlplane.gateway.gzip_answers import GzipHandler  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
 from controlplane.infra import metrics  # noqa: E402
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher  # noqa: E402
-from controlplane.training.services import MAX_DIRECT_BYTES  # noqa: E402
+from controlplane.training.datasets.services import MAX_DIRECT_BYTES  # noqa: E402
 
 #: Largest body: a dataset and the form that contains it.
 MAX_SITE_BODY_BYTES = MAX_DIRECT_BYTES + 1024**2

@@ -16,7 +16,7 @@ from controlplane.beat import beat_schedule
 from controlplane.gateway.rest.framework import REST_FRAMEWORK, SPECTACULAR_SETTINGS  # noqa: F401
 from controlplane.infra.logs import WrongSetting, logging_config
 from controlplane.infra.mail import email_settings
-from controlplane.infra.outbound_policy import hub_endpoint, outbound_policy
+from controlplane.infra.outbound.outbound_policy import hub_endpoint, outbound_policy
 from controlplane.infra.variables import Variables
 from controlplane.tenancy.database.patient import PatientConnection
 from controlplane.tenancy.scope import add_tenant

@@ -6,7 +6,7 @@ from django.urls import include, path
 from drf_spectacular.views import SpectacularJSONAPIView, SpectacularSwaggerView
 
 from contract.adapters.probe_server import ready_body
-from controlplane.infra import readiness
+from controlplane.infra.health import readiness
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -35,5 +35,5 @@ urlpatterns = [
     path("ops/v1/", include("controlplane.operator.urls")),
 ]
 
-handler404 = "controlplane.infra.addresses.page_not_found"
-handler500 = "controlplane.infra.addresses.server_error"
+handler404 = "controlplane.infra.web.addresses.page_not_found"
+handler500 = "controlplane.infra.web.addresses.server_error"

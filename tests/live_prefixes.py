@@ -18,7 +18,7 @@ django.setup()
 from controlplane.aliases.contents import Contents, Part  # noqa: E402
 from controlplane.aliases.models import Alias  # noqa: E402
 from controlplane.aliases.services import alias_change, alias_create  # noqa: E402
-from controlplane.queue.prefix_warmth import prefixes_keep  # noqa: E402
+from controlplane.queue.placement.prefix_warmth import prefixes_keep  # noqa: E402
 from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 
 if __name__ == "__main__":

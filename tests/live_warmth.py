@@ -18,7 +18,7 @@ django.setup()
 from controlplane.aliases.contents import Contents, Part  # noqa: E402
 from controlplane.aliases.models import Alias  # noqa: E402
 from controlplane.aliases.services import alias_create  # noqa: E402
-from controlplane.queue.warmth import warmth_keep  # noqa: E402
+from controlplane.queue.placement.warmth import warmth_keep  # noqa: E402
 from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 
 if __name__ == "__main__":

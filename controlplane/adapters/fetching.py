@@ -29,7 +29,7 @@ from controlplane.infra import storage
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.metrics import ADAPTER_IMPORTS
 from controlplane.infra.outages import STORE_OUTAGE
-from controlplane.infra.outbound import Answer
+from controlplane.infra.outbound.outbound import Answer
 from controlplane.tenancy.row_lease import LeaseLost, RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant

@@ -21,10 +21,10 @@ from contract.adapters import peft_config, safetensors_header
 from contract.adapters.file_kinds import BIN_FILE, BIN_PICKLE, MLX_ADAPTER, MLX_FILE
 from controlplane.adapters.rejection import Rejected
 from controlplane.errors import InvalidRequest
-from controlplane.infra import outbound
 from controlplane.infra.ciphers import peppered_cipher
-from controlplane.infra.outbound import Answer, Bounds, CallFailed
-from controlplane.infra.outbound_policy import Refused
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound import Answer, Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import Refused
 
 CONFIG, TENSORS = peft_config.FILE, safetensors_header.FILE
 DEFAULT_REVISION = "main"

@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from controlplane.adapters.models import AdapterInspection, AdapterVersion
 from controlplane.errors import Conflict, Unavailable
 from controlplane.events.audit.services import record
-from controlplane.infra import liveness
+from controlplane.infra.health import liveness
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,15 @@
-"""Resolve a model's name for the tenant in scope."""
+"""Parse a model's name, resolve it for the tenant in scope, and refer workers to its files."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime as dt
 import re
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from django.db.models import F, Model, QuerySet
 
+from contract.messages.protocol import AdapterRef
 from controlplane.adapters.models import (
     Adapter,
     AdapterVersion,
@@ -17,13 +18,43 @@ from controlplane.adapters.models import (
     is_serving,
     today,
 )
-from controlplane.adapters.names import ModelName, parse_model_name
 from controlplane.errors import InvalidRequest, NotFound
 
 _Row = TypeVar("_Row", bound=Model)
 
 #: Names of each kind that an unknown name is compared with, to suggest a similar one.
 MAX_LIKE = 60
+_PLAIN = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})(?:@([1-9][0-9]{0,8}))?", re.ASCII)
+_SLUG = r"([a-z0-9][a-z0-9._-]{0,62})"
+_FINE_TUNED = re.compile(rf"ft:{_SLUG}:{_SLUG}:{_SLUG}:([1-9][0-9]{{0,8}})", re.ASCII)
+
+
+class ModelName(NamedTuple):
+    """The parts of `adapter`, `adapter@3` or `ft:<base model>:<tenant>:adapter:3`.
+
+    The last two name the same version. `base_model` and `tenant` are None in the first two forms.
+    """
+
+    name: str
+    number: int | None
+    base_model: str | None = None
+    tenant: str | None = None
+
+
+def parse_model_name(text: str) -> ModelName | None:
+    """Return the parts of a model's name, or None if it has none of the forms."""
+    if match := _FINE_TUNED.fullmatch(text):
+        base_model, tenant, name, number = match.groups()
+        return ModelName(name, int(number), base_model, tenant)
+    if match := _PLAIN.fullmatch(text):
+        return ModelName(match[1], int(match[2]) if match[2] else None)
+    return None
+
+
+def plain_name(text: str) -> str:
+    """Return the name that rules use: `adapter@3` for `ft:base:tenant:adapter:3`, else `text`."""
+    parsed = parse_model_name(text)
+    return text if parsed is None or parsed.base_model is None else f"{parsed.name}@{parsed.number}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,3 +263,14 @@ def _resolved(
 def _resolved_base(base_model: BaseModel) -> ResolvedModel:
     created = int(base_model.created_at.timestamp())
     return ResolvedModel(name=base_model.name, base_model=base_model, version=None, created=created)
+
+
+def adapter_ref(version: AdapterVersion, weight: float = 1.0) -> AdapterRef:
+    """Return the reference to a ready version, as jobs and prefetches have it."""
+    return AdapterRef(
+        digest=version.digest,
+        config_key=version.config_key,
+        tensors_key=version.tensors_key,
+        num_bytes=version.num_bytes,
+        weight=weight,
+    )

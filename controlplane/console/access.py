@@ -20,8 +20,8 @@ from django.utils.http import urlencode
 from django_htmx.middleware import HtmxDetails
 
 from controlplane.errors import ApiError, NotFound, PermissionDenied, require
-from controlplane.infra.request_lines import line_of, note
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.request_lines import line_of, note
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.auth import (
     SESSION_TENANT_KEY,

@@ -10,7 +10,7 @@ from typing import Any
 from django.db.models import Prefetch
 
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
-from controlplane.adapters.names import parse_model_name
+from controlplane.adapters.resolution import parse_model_name
 from controlplane.aliases.contents import Contents
 from controlplane.aliases.contents import Part as TargetPart
 from controlplane.aliases.models import AliasPart, AliasRevision, is_current

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import Unavailable
-from controlplane.queue.residency import Prefetched, Residency, residency
+from controlplane.queue.placement.residency import Prefetched, Residency, residency
 
 
 def residency_of(version: AdapterVersion | None) -> Residency | None:

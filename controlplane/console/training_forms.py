@@ -12,10 +12,10 @@ from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.errors import InvalidRequest
 from controlplane.tenants.models import slug_validator
-from controlplane.training import sources
 from controlplane.training.cron import timezones
+from controlplane.training.datasets import sources
 from controlplane.training.models import Dataset, Schedule
-from controlplane.training.schedule_rules import window_of
+from controlplane.training.schedules.schedule_rules import window_of
 
 
 class DatasetForm(forms.Form):

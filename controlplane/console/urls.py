@@ -3,33 +3,37 @@
 from django.urls import path, re_path
 
 from controlplane.console.views import (
-    accounts,
-    adapters,
-    aliases,
-    audit,
     captured,
     datasets,
-    deletion,
-    doctor,
     evaluations,
-    imports,
-    invites,
-    keys,
-    limits,
-    members,
     morning,
     overview,
     playground,
     requests,
+    suites,
+    training,
+    usage,
+    webhooks,
+)
+from controlplane.console.views.account import (
+    accounts,
+    audit,
+    deletion,
+    invites,
+    keys,
+    limits,
+    members,
     security,
     session,
     settings,
-    suites,
-    training,
+)
+from controlplane.console.views.adapters import (
+    adapters,
+    aliases,
+    doctor,
+    imports,
     uploads,
-    usage,
     versions,
-    webhooks,
 )
 
 app_name = "console"

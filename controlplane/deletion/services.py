@@ -19,9 +19,11 @@ from controlplane.aliases import services as aliases
 from controlplane.aliases.protection import adapter_users
 from controlplane.errors import Conflict
 from controlplane.events.audit.services import record, recorded_at_end
-from controlplane.training import saved_states, sources, versions
-from controlplane.training import services as training
+from controlplane.training.datasets import sources, versions
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.kept import saved_states
+from controlplane.training.schedules import services as schedule_services
 
 #: A string, because its module imports one that this module imports.
 REMOVE_TASK = "controlplane.adapters.tasks.deleted_versions_remove"
@@ -108,9 +110,9 @@ def _end_users(
                 f"The training run {run.pk} is publishing its result: try again in a minute.",
                 code="in_use",
             )
-        training.training_run_cancel(run=run)
+        run_services.training_run_cancel(run=run)
     for schedule in found:
-        training.schedule_delete(adapter=schedule.adapter)
+        schedule_services.schedule_delete(adapter=schedule.adapter)
 
 
 def _remove_soon() -> None:

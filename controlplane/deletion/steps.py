@@ -34,8 +34,9 @@ from controlplane.infra import storage
 from controlplane.infra.redis_client import redis_client
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants.models import Membership, Tenant, User
-from controlplane.training import services as training
 from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.models import TrainingUsage, UsageDay
 from controlplane.usage.totals import usage_forget_names
 from controlplane.usage.training import training_usage_forget_names
@@ -66,9 +67,9 @@ def work_end(deletion: TenantDeletion, beat: Beat) -> None:
     """Cancel runs and batches, delete schedules, and wait for running requests."""
     for run in TrainingRun.objects.filter(status__in=TrainingRun.ACTIVE, cancel_requested=False):
         with contextlib.suppress(Conflict):  # it publishes, and ends soon
-            training.training_run_cancel(run=run)
+            run_services.training_run_cancel(run=run)
     for schedule in Schedule.objects.select_related("adapter", "dataset"):
-        training.schedule_delete(adapter=schedule.adapter)
+        schedule_services.schedule_delete(adapter=schedule.adapter)
     for batch in Batch.objects.filter(status__in=Batch.ACTIVE):
         with contextlib.suppress(Conflict):  # it writes its files, and ends soon
             batch_cancel(batch)

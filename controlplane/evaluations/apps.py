@@ -8,7 +8,7 @@ class EvaluationsConfig(AppConfig):
         from controlplane.adapters.promotion import awaits_gate
         from controlplane.evaluations import gate
         from controlplane.evaluations.batch_scores import GateJudge
-        from controlplane.training.judging import judges
+        from controlplane.training.runs.judging import judges
 
         awaits_gate.connect(gate.version_ready)
         judges.connect(GateJudge)

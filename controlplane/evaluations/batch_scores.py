@@ -24,10 +24,10 @@ from controlplane.evaluations.suites import suite_get, suite_version_get
 from controlplane.inference.parsing import make_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.infra import storage
-from controlplane.training import events
-from controlplane.training.judging import NothingGiven
-from controlplane.training.lease import while_held
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
+from controlplane.training.runs.judging import NothingGiven
+from controlplane.training.runs.lease import while_held
 
 #: Number of an adapter's newest scores that are kept.
 MAX_KEPT = 5

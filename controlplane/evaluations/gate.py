@@ -39,11 +39,11 @@ from controlplane.events.outbox.models import EventType
 from controlplane.events.outbox.services import publish
 from controlplane.infra.locks import lock_until_commit
 from controlplane.infra.metrics import GATE_DECISIONS, GATE_SCORES
-from controlplane.queue.residency import before_switch
+from controlplane.queue.placement.residency import before_switch
 from controlplane.tenancy.scoping import all_tenants, new_id, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import events
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
 
 log = logging.getLogger(__name__)
 

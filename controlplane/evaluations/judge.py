@@ -16,10 +16,10 @@ from django.db import transaction
 from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.evaluations.models import Case, Judge
 from controlplane.events.audit.services import record
-from controlplane.infra import outbound
 from controlplane.infra.ciphers import is_under_current_pepper, peppered_cipher
-from controlplane.infra.outbound import Bounds, CallFailed
-from controlplane.infra.outbound_policy import Refused
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound import Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import Refused
 from controlplane.tenancy.model_scope import check_unbound
 from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import is_slug, slug_validator

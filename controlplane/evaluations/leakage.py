@@ -19,7 +19,7 @@ from contract.training import chat_rows
 from contract.training.row_messages import Row
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
-from controlplane.training import contents
+from controlplane.training.datasets import contents
 from controlplane.training.models import TrainingRun
 
 #: Number of ancestors of a version that are searched: a growing dataset has their rows, too.

@@ -28,8 +28,8 @@ from controlplane.tenancy.model_scope import check_unbound, may_name
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.tenants.auth import Permission, Principal, authorize
 from controlplane.tenants.models import User, is_slug, slug_validator
-from controlplane.training import contents
-from controlplane.training.services import dataset_version_get
+from controlplane.training.datasets import contents
+from controlplane.training.datasets.services import dataset_version_get
 
 #: Limits of a tenant's suites.
 MAX_SUITES = 50

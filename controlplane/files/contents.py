@@ -11,7 +11,7 @@ from django.conf import settings
 from controlplane.errors import InvalidRequest, PayloadTooLarge
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
-from controlplane.training import row_check
+from controlplane.training.datasets import row_check
 
 MAX_FILE_BYTES = 512 * 1024**2
 MAX_BATCH_BYTES = 200 * 1024**2

@@ -37,8 +37,8 @@ from controlplane.inference.default_base import default_base
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, new_request_id, submit
 from controlplane.infra.metrics import count_refusal
-from controlplane.infra.request_lines import RequestLine
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.request_lines import RequestLine
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth

@@ -23,7 +23,7 @@ from controlplane.gateway.openapi import KEY_ONLY
 from controlplane.gateway.rest.views import RowAPIView
 from controlplane.inference.bodies import Body
 from controlplane.inference.parsing import parse_body
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenants import idempotency
 from controlplane.tenants.auth import Permission, Principal
 from controlplane.tenants.models import IdempotencyRecord

@@ -10,7 +10,7 @@ from controlplane.gateway.event_stream import streamed
 from controlplane.inference.answers import DONE, sse
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.infra.addresses import no_such_address
+from controlplane.infra.web.addresses import no_such_address
 from controlplane.tenants.permissions import Permission
 
 _ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

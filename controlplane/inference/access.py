@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.adapters.names import plain_name
 from controlplane.adapters.resolution import (
     ResolvedModel,
     base_model_resolve,
@@ -22,13 +21,14 @@ from controlplane.adapters.resolution import (
     imported_name,
     limit_names,
     model_resolve,
+    plain_name,
 )
 from controlplane.aliases.models import AliasPart
 from controlplane.aliases.resolution import AliasPlan, alias_resolve, names_like
 from controlplane.errors import ApiError, InvalidRequest, NotFound
 from controlplane.inference.alias_defaults import AliasDefaults, defaults_of, known_defaults
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup
 from controlplane.tenancy.model_scope import allows_model, refusal

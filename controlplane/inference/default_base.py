@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import ApiError, InvalidRequest, NotFound, Unavailable
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup

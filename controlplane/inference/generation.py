@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from contract.messages.protocol import ErrorCode, GenerateJob, Sampling, Task
-from controlplane.adapters.references import adapter_ref
+from controlplane.adapters.resolution import adapter_ref
 from controlplane.inference.access import Caller
 from controlplane.inference.ebnf import to_lark
 from controlplane.inference.json_schema import (

@@ -30,7 +30,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from contract.adapters.probe_server import PortTaken, ProbeServer
-from controlplane.infra import liveness, readiness
+from controlplane.infra.health import liveness, readiness
 
 log = logging.getLogger(__name__)
 

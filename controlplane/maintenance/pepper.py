@@ -28,7 +28,7 @@ from controlplane.requestlog.models import CapturePolicy, LogPolicy
 from controlplane.tenancy.scoping import all_tenants
 from controlplane.tenants.models import ApiKey
 from controlplane.tenants.pepper_change import KeyCounts, key_counts
-from controlplane.training import pull_sources
+from controlplane.training.datasets import pull_sources
 from controlplane.training.models import DatasetSource
 from controlplane.webhooks import signing
 from controlplane.webhooks.models import WebhookEndpoint

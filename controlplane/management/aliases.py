@@ -21,7 +21,7 @@ from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.canaries import GuardSerializer, GuardSetField
 from controlplane.management.fields import ChoiceField
 from controlplane.management.residency import PrefetchedSerializer
-from controlplane.queue.residency import (
+from controlplane.queue.placement.residency import (
     Prefetched,
     before_alias_rollback,
     before_alias_switch,

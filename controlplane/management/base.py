@@ -17,7 +17,7 @@ from rest_framework.request import Request
 from controlplane.errors import InvalidRequest, PayloadTooLarge, PermissionDenied
 from controlplane.gateway.rest.views import RowAPIView
 from controlplane.infra import finite_json
-from controlplane.infra.request_lines import note
+from controlplane.infra.web.request_lines import note
 from controlplane.tenants.auth import Permission, Principal, authorize, caller_scope
 from controlplane.tenants.models import IdempotencyRecord
 

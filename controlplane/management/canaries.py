@@ -19,7 +19,7 @@ from controlplane.errors import Conflict
 from controlplane.gateway.rest.fields import DescribedField
 from controlplane.management.base import StrictSerializer, TenantAPIView
 from controlplane.management.fields import ChoiceField
-from controlplane.queue.residency import before_canary
+from controlplane.queue.placement.residency import before_canary
 from controlplane.tenants.auth import Permission
 
 _GUARD_HELP = {

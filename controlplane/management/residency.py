@@ -12,7 +12,7 @@ from rest_framework.response import Response
 from controlplane.adapters import services
 from controlplane.adapters.models import AdapterVersion
 from controlplane.management.base import TenantAPIView
-from controlplane.queue.residency import Residency, residency, said
+from controlplane.queue.placement.residency import Residency, residency, said
 
 #: Number of versions in an answer: the newest ready ones, and the live one.
 MAX_VERSIONS = 50

@@ -2,33 +2,17 @@
 
 from django.urls import path
 
-from controlplane.management import (
+from controlplane.management import aliases, canaries, requestlog, residency, schemas, webhooks
+from controlplane.management.account import audit, limits, people, request_usage, tenants, usage
+from controlplane.management.adapters import (
     adapter_imports,
     adapter_uploads,
     adapters,
-    aliases,
-    audit,
-    canaries,
-    capture,
-    dataset_sources,
-    datasets,
-    evaluations,
-    gates,
     inspections,
-    limits,
-    mornings,
-    people,
-    request_usage,
-    requestlog,
-    residency,
-    schedules,
-    schemas,
-    tenants,
-    training,
-    usage,
     versions,
-    webhooks,
 )
+from controlplane.management.evaluations import evaluations, gates, mornings
+from controlplane.management.training import capture, dataset_sources, datasets, schedules, training
 
 _VERSION = "adapters/<str:name>/versions/<int:number>"
 

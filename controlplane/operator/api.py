@@ -17,16 +17,16 @@ from controlplane.deletion.models import TenantDeletion
 from controlplane.deletion.tenants import tenant_delete, tenant_restore
 from controlplane.errors import InvalidRequest, NotFound, from_fields, require
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of, page_of_items
-from controlplane.management.adapters import BaseModelSerializer
-from controlplane.management.base import StrictSerializer
-from controlplane.management.fields import ChoiceField
-from controlplane.management.limits import (
+from controlplane.management.account.limits import (
     LimitSerializer,
     QuotaSerializer,
     QuotaSetSerializer,
     RatesSerializer,
 )
-from controlplane.management.people import TenantSerializer
+from controlplane.management.account.people import TenantSerializer
+from controlplane.management.adapters.adapters import BaseModelSerializer
+from controlplane.management.base import StrictSerializer
+from controlplane.management.fields import ChoiceField
 from controlplane.operator import pool, provisioning
 from controlplane.operator.access import OperatorAPIView as OperatorAPIView
 from controlplane.operator.service_keys.scopes import Scope

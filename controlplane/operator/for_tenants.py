@@ -14,20 +14,17 @@ from drf_spectacular.utils import extend_schema, extend_schema_view
 from rest_framework.permissions import SAFE_METHODS
 from rest_framework.request import Request
 
-from controlplane.management import (
+from controlplane.management import aliases, canaries, residency
+from controlplane.management.account import tenants
+from controlplane.management.adapters import (
     adapter_imports,
     adapter_uploads,
     adapters,
-    aliases,
-    canaries,
     inspections,
-    residency,
-    schedules,
-    tenants,
-    training,
     versions,
 )
 from controlplane.management.base import TenantAPIView, is_forced
+from controlplane.management.training import schedules, training
 from controlplane.operator.access import OperatorAccess
 from controlplane.operator.api import tenant_get, tenant_to_change
 from controlplane.operator.principal import OperatorPrincipal

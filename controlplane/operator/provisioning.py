@@ -39,10 +39,10 @@ from controlplane.tenants.models import (
 )
 from controlplane.tenants.permissions import DEFAULT_SCOPES, DEVELOPER, Permission
 from controlplane.tenants.roles import PERMISSIONS
-from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import Schedule
-from controlplane.training.schedule_rules import settings_changed
-from controlplane.training.services import schedule_set
+from controlplane.training.runs.hyperparameters import checked_hyperparameters
+from controlplane.training.schedules.schedule_rules import settings_changed
+from controlplane.training.schedules.services import schedule_set
 from controlplane.usage.limits import quotas
 from controlplane.usage.limits.models import RateLimit, TenantQuota
 from controlplane.usage.limits.services import rate_limit_set

@@ -10,9 +10,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
+from controlplane.management.account.tenants import ApiKeyRotateSerializer
 from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
-from controlplane.management.tenants import ApiKeyRotateSerializer
 from controlplane.operator.access import OperatorAPIView
 from controlplane.operator.service_keys import services
 from controlplane.operator.service_keys.models import ServiceKey

@@ -7,10 +7,10 @@ from typing import Any
 
 from rest_framework import serializers
 
+from controlplane.management.account.limits import QuotaSetSerializer, RatesSerializer
+from controlplane.management.account.people import TenantSerializer
 from controlplane.management.base import StrictSerializer
 from controlplane.management.fields import ChoiceField
-from controlplane.management.limits import QuotaSetSerializer, RatesSerializer
-from controlplane.management.people import TenantSerializer
 from controlplane.operator.provisioning import KEY_ROLES, Result
 from controlplane.tenants.models import ApiKey
 from controlplane.tenants.permissions import Permission

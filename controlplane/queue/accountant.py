@@ -21,7 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from contract.messages import protocol
 from contract.messages.protocol import DoneRecord
-from controlplane.infra.liveness import note_alive, show_alive
+from controlplane.infra.health.liveness import note_alive, show_alive
 from controlplane.infra.metrics import USAGE_RECORDS
 from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.redis_client import CountingRetry

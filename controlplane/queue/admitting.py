@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.messages import protocol
 from contract.messages.protocol import GenerateJob
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.admission import admission_args
 from controlplane.queue.batch_reply_stream import ADMIT_LINE, BatchReplyStream
 from controlplane.queue.known_workers import KnownWorkers

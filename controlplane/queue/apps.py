@@ -9,11 +9,11 @@ class QueueConfig(AppConfig):
         from controlplane.adapters import promotion
         from controlplane.aliases import ramps
         from controlplane.infra import celery_metrics, metrics
-        from controlplane.infra.liveness import watch_celery
-        from controlplane.queue.prefix_warmth import kept_prefixes
+        from controlplane.infra.health.liveness import watch_celery
+        from controlplane.queue.placement.prefix_warmth import kept_prefixes
+        from controlplane.queue.placement.residency import on_ramp_step, on_switch
+        from controlplane.queue.placement.warmth import kept_warm
         from controlplane.queue.readings import dead_letters, pool, task_queues
-        from controlplane.queue.residency import on_ramp_step, on_switch
-        from controlplane.queue.warmth import kept_warm
 
         promotion.became_live.connect(on_switch)
         ramps.step_taken.connect(on_ramp_step)

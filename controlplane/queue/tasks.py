@@ -3,7 +3,8 @@
 from celery import shared_task
 from django.utils import timezone
 
-from controlplane.queue import dead_letters, prefix_warmth, warmth
+from controlplane.queue import dead_letters
+from controlplane.queue.placement import prefix_warmth, warmth
 
 
 @shared_task(name="controlplane.delivery.tasks.dead_letter_prompts_forget")

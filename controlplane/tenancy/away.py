@@ -7,9 +7,9 @@ import logging
 
 from django.http import HttpRequest, HttpResponse
 
-from controlplane.infra.addresses import database_away
 from controlplane.infra.circuit import circuit, is_away, patience
-from controlplane.infra.threads import QUERY_WAIT_S
+from controlplane.infra.web.addresses import database_away
+from controlplane.infra.web.threads import QUERY_WAIT_S
 from controlplane.tenancy.middleware import Middleware
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 from controlplane.errors import ApiError
 from controlplane.infra.circuit import circuit
 from controlplane.infra.outages import DatabaseAway
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy import epochs
 
 _K = TypeVar("_K", bound=Hashable)

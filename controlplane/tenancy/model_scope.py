@@ -83,7 +83,7 @@ def refusal(name: str, param: str | None) -> PermissionDenied:
 def allowed_pattern() -> str | None:
     """Return the regular expression of the names that the caller may use; None: all names.
 
-    It allows what `allows_model` does, in each form that `adapters.names` reads.
+    It allows what `allows_model` does, in each form that `adapters.resolution` reads.
     """
     bounds = _current.get()
     return None if bounds is None else _pattern(bounds.allowed)

@@ -5,21 +5,13 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from controlplane.infra.liveness import show_alive
-from controlplane.training import (
-    contents,
-    events,
-    execution,
-    history,
-    lost_runs,
-    pulls,
-    reports,
-    saved_states,
-    schedules,
-    sources,
-)
-from controlplane.training.reports import REPORT_TASK
-from controlplane.training.sending import EXECUTE_TASK
+from controlplane.infra.health.liveness import show_alive
+from controlplane.training.datasets import contents, pulls, reports, sources
+from controlplane.training.datasets.reports import REPORT_TASK
+from controlplane.training.runs import events, execution, lost_runs
+from controlplane.training.runs.kept import saved_states
+from controlplane.training.runs.sending import EXECUTE_TASK
+from controlplane.training.schedules import history, schedules
 
 
 @shared_task(name="controlplane.training.tasks.schedules_fire")

@@ -27,10 +27,10 @@ from django.utils import timezone
 from controlplane.events.audit.services import record
 from controlplane.events.outbox.models import EventType
 from controlplane.events.outbox.services import publish
-from controlplane.infra import outbound
 from controlplane.infra.metrics import WEBHOOK_ATTEMPTS
-from controlplane.infra.outbound import Bounds, CallFailed
-from controlplane.infra.outbound_policy import Refused
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound import Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import Refused
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
 from controlplane.webhooks import signing

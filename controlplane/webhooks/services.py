@@ -14,9 +14,9 @@ from controlplane.errors import Conflict, InvalidRequest, require
 from controlplane.events.audit.services import record
 from controlplane.events.outbox.models import CHOOSABLE, EventType
 from controlplane.events.outbox.services import publish
-from controlplane.infra import outbound
 from controlplane.infra.locks import lock_until_commit
-from controlplane.infra.outbound_policy import Refused
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound_policy import Refused
 from controlplane.tenancy.scoping import current_tenant_id
 from controlplane.webhooks import signing, tasks
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

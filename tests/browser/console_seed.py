@@ -23,8 +23,9 @@ from controlplane.evaluations.models import Case, Evaluation, GateDecision, Resu
 from controlplane.requestlog.inference_request import InferenceRequest  # noqa: E402
 from controlplane.tenancy.scoping import tenant_scope  # noqa: E402
 from controlplane.tenants.models import Tenant  # noqa: E402
+from controlplane.training.datasets.services import dataset_upload  # noqa: E402
 from controlplane.training.models import ScheduleRun, TrainingRun  # noqa: E402
-from controlplane.training.services import dataset_upload, schedule_set  # noqa: E402
+from controlplane.training.schedules.services import schedule_set  # noqa: E402
 from controlplane.usage.models import UsageRecord  # noqa: E402
 from tests.controlplane.console.test_doctor import inspected  # noqa: E402
 

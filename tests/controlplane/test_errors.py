@@ -11,7 +11,7 @@ from rest_framework import exceptions as drf
 
 from contract.messages.protocol import ErrorCode
 from controlplane import errors
-from controlplane.infra import addresses
+from controlplane.infra.web import addresses
 
 
 def test_every_worker_code_is_answered() -> None:

@@ -18,7 +18,7 @@ from controlplane.requestlog.capture import capture_policy
 from controlplane.requestlog.captured import Filter, captures_delete
 from controlplane.requestlog.models import Rating
 from controlplane.tenants.auth import Permission, authorize
-from controlplane.training.captured_rows import dataset_from_captured
+from controlplane.training.datasets.captured_rows import dataset_from_captured
 
 NUM_ROWS = 50
 

@@ -12,7 +12,8 @@ from django.views.decorators.http import require_POST
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.forms import ErrorsShown
 from controlplane.tenants.auth import Permission
-from controlplane.training import services, sources, versions
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.datasets import sources, versions
 from controlplane.training.models import Dataset, DatasetSource
 
 #: Versions and pulls that a dataset's page shows, the newest.
@@ -34,7 +35,7 @@ def history_of(dataset: Dataset) -> dict[str, Any]:
 @member_page(permission=Permission.TRAINING_WRITE)
 def restore_dataset(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     with ErrorsShown(request):
-        dataset = services.dataset_get(name=name)
+        dataset = dataset_services.dataset_get(name=name)
         now = versions.version_restore(dataset=dataset, number=number)
         messages.success(request, f"Version {now.version} has the rows of version {number}.")
     return redirect("console:dataset", name)

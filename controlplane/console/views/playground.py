@@ -37,8 +37,8 @@ from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.inference.service import submit
 from controlplane.infra.metrics import count_refusal
-from controlplane.infra.request_lines import RequestLine
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.request_lines import RequestLine
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.dispatcher import running_dispatcher
 from controlplane.requestlog import services as log
 from controlplane.tenancy.scoping import tenant_scope

@@ -22,8 +22,8 @@ from controlplane.console.training_forms import DatasetForm, ScheduleForm, Train
 from controlplane.console.views.datasets import history_of
 from controlplane.errors import ApiError, PermissionDenied
 from controlplane.tenants.auth import Permission
-from controlplane.training import cost, pausing, picking, preview, reports, schedules, services
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training.datasets import preview, reports
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import (
     Dataset,
     Schedule,
@@ -31,7 +31,12 @@ from controlplane.training.models import (
     TrainingEvent,
     TrainingRun,
 )
-from controlplane.training.schedule_rules import rules_of
+from controlplane.training.runs import cost, pausing, picking
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.hyperparameters import checked_hyperparameters
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
+from controlplane.training.schedules.schedule_rules import rules_of
 
 Status = TrainingRun.Status
 
@@ -62,10 +67,10 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
     form = DatasetForm(request.POST, request.FILES)
     if form.is_valid():
         # With one byte more than the limit the service refuses it.
-        content = form.cleaned_data["file"].read(services.MAX_DIRECT_BYTES + 1)
+        content = form.cleaned_data["file"].read(dataset_services.MAX_DIRECT_BYTES + 1)
         try:
-            content, formats = services.rows_convert(content)
-            dataset = services.dataset_upload(
+            content, formats = dataset_services.rows_convert(content)
+            dataset = dataset_services.dataset_upload(
                 name=form.cleaned_data["name"],
                 content=content,
                 appends=form.cleaned_data["append"],
@@ -85,7 +90,7 @@ def upload_dataset(request: ConsoleRequest) -> HttpResponse:
 @member_page
 def dataset(request: ConsoleRequest, name: str) -> HttpResponse:
     """Show the counts of a dataset's rows; people who may replace them see the first ones."""
-    found = services.dataset_get(name=name)
+    found = dataset_services.dataset_get(name=name)
     rows: list[dict[str, Any]] = []
     problem = ""
     try:
@@ -121,7 +126,7 @@ def start_run(request: ConsoleRequest) -> HttpResponse:
         with ErrorsShown(form):
             base_model = form.cleaned_data.get("base_model")
             validation = form.cleaned_data["validation_dataset"]
-            started = services.training_run_create(
+            started = run_services.training_run_create(
                 adapter_name=form.cleaned_data["adapter"],
                 dataset_name=form.cleaned_data["dataset"].name,
                 hyperparameters=form.hyperparameters(),
@@ -174,7 +179,7 @@ def run_status(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
 @require_POST
 @member_page(permission=Permission.TRAINING_WRITE)
 def cancel_run(request: ConsoleRequest, run_id: uuid.UUID) -> HttpResponse:
-    return _changed(request, run_id, services.training_run_cancel)
+    return _changed(request, run_id, run_services.training_run_cancel)
 
 
 @require_POST
@@ -193,7 +198,7 @@ def _changed(
     request: ConsoleRequest, run_id: uuid.UUID, change: Callable[..., TrainingRun]
 ) -> HttpResponse:
     with ErrorsShown(request):
-        change(run=services.training_run_get(run_id=run_id))
+        change(run=run_services.training_run_get(run_id=run_id))
     return redirect("console:run", run_id)
 
 
@@ -221,7 +226,7 @@ def schedule(request: ConsoleRequest, name: str) -> HttpResponse:
 @member_page(permission=Permission.TRAINING_WRITE)
 def delete_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
     adapter = adapter_get(name=name)
-    services.schedule_delete(adapter=adapter)
+    schedule_services.schedule_delete(adapter=adapter)
     messages.success(request, f"“{adapter.name}” is no longer retrained on a schedule.")
     return redirect("console:adapter", adapter.name)
 
@@ -233,7 +238,7 @@ def run_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
     adapter = adapter_get(name=name)
     with ErrorsShown(request):
         row = schedules.schedule_run_now(
-            services.schedule_get(adapter=adapter), created_by=request.user
+            schedule_services.schedule_get(adapter=adapter), created_by=request.user
         )
         return redirect("console:run", row.training_run_id)
     return redirect("console:schedule", adapter.name)
@@ -242,7 +247,7 @@ def run_schedule(request: ConsoleRequest, name: str) -> HttpResponse:
 def _save_schedule(form: ScheduleForm, adapter: Adapter, existing: Schedule | None) -> bool:
     data = form.cleaned_data
     with ErrorsShown(form):
-        services.schedule_set(
+        schedule_services.schedule_set(
             adapter=adapter,
             dataset_name=data["dataset"].name,
             cron_line=data["cron"],
@@ -295,7 +300,7 @@ def _training_context() -> dict[str, Any]:
 
 
 def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
-    found = services.training_run_get(run_id=run_id)
+    found = run_services.training_run_get(run_id=run_id)
     return {
         "run": found,
         "busy_states": BUSY_STATES,

@@ -47,7 +47,7 @@ from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.infra.temp_folders import scratch_folder
 from controlplane.tenancy.row_lease import RowLease
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training.lost_runs import runs_conclude
+from controlplane.training.runs.lost_runs import runs_conclude
 from controlplane.usage.limits import turns
 from controlplane.usage.limits.models import Turn
 

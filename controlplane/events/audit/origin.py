@@ -18,7 +18,7 @@ from django.contrib.auth import get_user_model
 from django.http import HttpRequest, HttpResponseBase
 
 from controlplane.events.audit.models import AuditEvent
-from controlplane.infra.request_lines import RequestLine, line_of
+from controlplane.infra.web.request_lines import RequestLine, line_of
 from controlplane.tenancy.middleware import Middleware
 
 ActorType = AuditEvent.ActorType

@@ -35,7 +35,7 @@ from controlplane.files.batches.validation import validate
 from controlplane.files.models import File
 from controlplane.infra import storage
 from controlplane.infra.outages import STORE_OUTAGE
-from controlplane.infra.threads import in_thread
+from controlplane.infra.web.threads import in_thread
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost

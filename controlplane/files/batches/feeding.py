@@ -17,7 +17,7 @@ from controlplane.files.batches.results import Result
 from controlplane.inference import access
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.inference.service import Generation, submit
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost

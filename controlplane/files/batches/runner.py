@@ -18,7 +18,7 @@ from controlplane.errors import Unavailable
 from controlplane.files.batches.concurrency import Concurrency
 from controlplane.files.batches.execution import Execution, in_batch_thread
 from controlplane.files.batches.leases import Lease, claim
-from controlplane.infra.liveness import note_alive, show_alive
+from controlplane.infra.health.liveness import note_alive, show_alive
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
 from controlplane.tenancy.row_lease import LeaseLost
 

@@ -20,7 +20,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 from controlplane.errors import ApiError, InvalidRequest, PayloadTooLarge
 from controlplane.files.contents import MAX_FILE_BYTES, FileWriter
 from controlplane.gateway.body_limit import Receive
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 
 #: Bodies that one process receives at a time; each has a thread and one part in memory.
 MAX_BODIES = 16

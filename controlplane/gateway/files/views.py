@@ -33,7 +33,7 @@ from controlplane.gateway.rest.paging import Paging, page, page_of
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.parsing import parse_body
 from controlplane.infra import storage
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenants.permissions import Permission
 
 _PAGING = Paging(default_limit=10_000, max_limit=10_000, id_prefix=File.PREFIX, has_order=True)

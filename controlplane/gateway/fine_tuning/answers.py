@@ -15,8 +15,8 @@ from controlplane.files.models import File
 from controlplane.gateway.fine_tuning.checkpoints import Checkpoint
 from controlplane.gateway.rest.fields import Constant, DescribedField, PublicId, UnixTime
 from controlplane.tenancy.public_ids import public_id
-from controlplane.training import picking
 from controlplane.training.models import TrainingEvent, TrainingRun
+from controlplane.training.runs import picking
 
 Status = TrainingRun.Status
 

@@ -10,7 +10,7 @@ class FineTuningConfig(AppConfig):
     def ready(self) -> None:
         from controlplane.files.services import files_made
         from controlplane.gateway.fine_tuning.results import result_file_make
-        from controlplane.training.publishing import before_success
+        from controlplane.training.runs.publishing import before_success
 
         before_success.connect(result_file_make)
         files_made.connect(_made_files)

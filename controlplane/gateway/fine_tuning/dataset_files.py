@@ -10,8 +10,8 @@ from controlplane.files.models import File, Purpose
 from controlplane.files.services import file_get
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import current_tenant_id
-from controlplane.training import contents, versions
-from controlplane.training.contents import Rows
+from controlplane.training.datasets import contents, versions
+from controlplane.training.datasets.contents import Rows
 from controlplane.training.models import Dataset, dataset_key
 
 

@@ -17,9 +17,14 @@ from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import Principal
-from controlplane.training import events, services, size
-from controlplane.training.hyperparameters import checked_hyperparameters
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
+from controlplane.training.runs import services as run_services
+from controlplane.training.runs.hyperparameters import (
+    check_rows,
+    check_size,
+    checked_hyperparameters,
+)
 from controlplane.usage.limits import quotas
 
 #: OpenAI's rule for `n_epochs: "auto"`: three, changed so that rows times epochs is in this range.
@@ -68,7 +73,7 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
     adapter_name = _adapter_name(form, start)
     with _own_names(form):
         given = _given(form, start)
-        services.validation_check(form.validation_file is not None, given)
+        run_services.validation_check(form.validation_file is not None, given)
     training = training_file_get(form.training_file, "training_file")
     validation = None
     if form.validation_file is not None:
@@ -80,10 +85,10 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
         take_over(validation, "validation_file")
     with _own_names(form), transaction.atomic():
         hyperparameters = _resolved(given, num_rows)
-        size.check_rows(num_rows)
-        size.check(hyperparameters, num_rows)
-        run = services.training_run_enqueue(
-            adapter=services.adapter_for(adapter_name, start.base_model.name),
+        check_rows(num_rows)
+        check_size(hyperparameters, num_rows)
+        run = run_services.training_run_enqueue(
+            adapter=run_services.adapter_for(adapter_name, start.base_model.name),
             dataset=None,
             hyperparameters=hyperparameters,
             created_by=principal.user,

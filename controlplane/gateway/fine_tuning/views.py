@@ -27,13 +27,13 @@ from controlplane.gateway.fine_tuning.live import PAGE, Page, live_events
 from controlplane.gateway.rest.paging import Paging, page, page_of, page_of_items
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference.schemas import MAX_METADATA
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web.threads import query_in_thread
 from controlplane.tenancy.public_ids import parse_id
 from controlplane.tenants.auth import authorize
 from controlplane.tenants.permissions import Permission
-from controlplane.training import pausing
-from controlplane.training import services as training
 from controlplane.training.models import TrainingEvent, TrainingRun
+from controlplane.training.runs import pausing
+from controlplane.training.runs import services as run_services
 
 _JOBS = Paging(id_prefix=TrainingRun.PREFIX)
 _EVENTS = Paging(id_prefix=TrainingEvent.PREFIX)
@@ -118,7 +118,7 @@ class JobCancelView(_JobChangeView):
     )
     def post(self, request: Request, job_id: str) -> Response:
         """Cancel a job; one that runs is `cancelled` within seconds."""
-        return self.answer(training.training_run_cancel, job_id)
+        return self.answer(run_services.training_run_cancel, job_id)
 
 
 class JobPauseView(_JobChangeView):

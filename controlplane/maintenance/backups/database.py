@@ -162,7 +162,7 @@ def referenced_keys() -> Iterator[str]:
     """Yield the keys of the object store that rows of all tenants name."""
     from controlplane.adapters.models import AdapterVersion
     from controlplane.files.models import File
-    from controlplane.training.contents import parts_of
+    from controlplane.training.datasets.contents import parts_of
     from controlplane.training.models import Dataset, dataset_key
 
     ready = AdapterVersion.objects.filter(status=AdapterVersion.Status.READY)

@@ -11,7 +11,7 @@ from contract.adapters.base_model import NotABaseModel
 from controlplane.adapters.base_model_folder import configured_base_model
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.celery import app
-from controlplane.infra import liveness
+from controlplane.infra.health import liveness
 from controlplane.maintenance.doctor.examination import Finding, failure, ok, warning
 from controlplane.maintenance.pepper import pepper_status
 from controlplane.queue.workers import workers

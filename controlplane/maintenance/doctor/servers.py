@@ -16,7 +16,8 @@ from django.conf import settings
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from controlplane.infra import preflight, storage
+from controlplane.infra import storage
+from controlplane.infra.health import preflight
 from controlplane.maintenance.doctor.examination import Finding, failure, ok, warning
 from controlplane.tenancy.scope import OPERATOR_ROLE
 from controlplane.tenancy.scoping import TenantModel

@@ -21,7 +21,7 @@ from controlplane.adapters import fetching, import_sources, ingest, orphaned_obj
 from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion, VersionImport
 from controlplane.events.audit.models import AuditEvent
 from controlplane.infra import storage
-from controlplane.infra.outbound_policy import OutboundPolicy, hub_endpoint
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy, hub_endpoint
 from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant

@@ -16,7 +16,7 @@ from controlplane.errors import InvalidRequest
 from controlplane.files import services as file_services
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services as training_services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.files import GOOD_CONFIG, GOOD_TENSORS, put
@@ -143,9 +143,9 @@ class TestQuota:
     def test_files_adapters_and_datasets_have_one_quota(self) -> None:
         rows = b'{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", '
         rows += b'"content": "%s"}]}\n' % (b"b" * self.SIZE)
-        training_services.dataset_upload(name="chats", content=rows)
+        dataset_services.dataset_upload(name="chats", content=rows)
         with pytest.raises(InvalidRequest) as caught:
-            training_services.dataset_upload(name="more", content=rows.replace(b"?", b"!"))
+            dataset_services.dataset_upload(name="more", content=rows.replace(b"?", b"!"))
         assert caught.value.code == "storage_limit_exceeded"
         with pytest.raises(InvalidRequest):
             services.adapter_version_create(name="invoices", files=self.STATED)

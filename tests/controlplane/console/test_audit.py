@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test import Client
 
-from controlplane.console.views import audit
+from controlplane.console.views.account import audit
 from controlplane.events.audit.models import AuditEvent
 from controlplane.tenancy.database.ownership import as_owner
 from controlplane.tenancy.scoping import tenant_scope

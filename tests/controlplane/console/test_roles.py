@@ -10,7 +10,7 @@ from django.test import Client
 from django.urls import URLPattern, reverse
 
 from controlplane.console.urls import urlpatterns
-from controlplane.infra import threads
+from controlplane.infra.web import threads
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.permissions import Permission

@@ -16,8 +16,8 @@ from controlplane.requestlog.captured import feedback_give
 from controlplane.requestlog.models import CapturedRequest
 from controlplane.requestlog.services import Words, contents_keep, log_policy_set
 from controlplane.tenancy.scoping import tenant_scope
+from controlplane.training.datasets.services import dataset_upload
 from controlplane.training.models import Dataset, TrainingRun
-from controlplane.training.services import dataset_upload
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import browser_of
 

@@ -15,8 +15,8 @@ from controlplane.adapters.models import BaseModel
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role
+from controlplane.training.datasets.preview import rows_preview
 from controlplane.training.models import Dataset, Schedule, TrainingRun
-from controlplane.training.preview import rows_preview
 from tests.controlplane.conftest import Party
 from tests.controlplane.console.conftest import Belongings, browser_of
 

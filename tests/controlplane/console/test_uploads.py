@@ -9,7 +9,7 @@ import pytest
 
 from controlplane.adapters import ingest
 from controlplane.adapters.models import AdapterVersion, BaseModel
-from controlplane.console.views.adapters import version_steps
+from controlplane.console.views.adapters.adapters import version_steps
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.adapters import files
 from tests.controlplane.adapters.test_ingest import put

@@ -23,9 +23,11 @@ from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import key_services
 from controlplane.tenants.key_rules import KeyRules
-from controlplane.training import contents
-from controlplane.training import services as training
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.adapters.files import GOOD_CONFIG, put
 from tests.controlplane.adapters.test_ingest import upload, validate
@@ -178,15 +180,17 @@ def settle_all() -> None:
 
 def schedule_of(dataset: str = "chats") -> Schedule:
     adapter = Adapter.objects.get(name="invoices")
-    return training.schedule_set(adapter=adapter, dataset_name=dataset, cron_line="30 2 * * *")
+    return schedule_services.schedule_set(
+        adapter=adapter, dataset_name=dataset, cron_line="30 2 * * *"
+    )
 
 
 class TestAdapter:
     def test_it_goes_with_its_versions_and_runs(self, acme: Party) -> None:
         first, second = validate(upload()), validate(upload())
-        training.dataset_upload(name="chats", content=ROWS)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
-        training.training_run_cancel(run=run)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
+        run_services.training_run_cancel(run=run)
         assert as_key(acme).delete(URL).status_code == 204
         assert not Adapter.objects.exists()
         assert not AdapterVersion.objects.exists()
@@ -199,9 +203,9 @@ class TestAdapter:
 
     def test_what_uses_it_is_named_or_ended(self, acme: Party) -> None:
         validate(upload())
-        training.dataset_upload(name="chats", content=ROWS)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
         schedule_of()
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
         error = assert_error(as_key(acme).delete(URL), 409)
         assert error["code"] == "in_use"
         assert "the schedule of invoices" in error["message"]
@@ -219,8 +223,8 @@ class TestAdapter:
         assert {"training_run.ended", "schedule.deleted"} <= actions()
 
     def test_a_run_that_publishes_is_not_interrupted(self, acme: Party) -> None:
-        training.dataset_upload(name="chats", content=ROWS)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
+        dataset_services.dataset_upload(name="chats", content=ROWS)
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
         TrainingRun.objects.filter(pk=run.pk).update(status=TrainingRun.Status.PUBLISHING)
         schedule_of()
         assert_error(as_key(acme).delete(f"{URL}?force=true"), 409)
@@ -229,9 +233,9 @@ class TestAdapter:
 
 class TestDataset:
     def test_it_is_deleted_and_ended_runs_stay(self, acme: Party) -> None:
-        dataset = training.dataset_upload(name="chats", content=ROWS)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
-        training.training_run_cancel(run=run)
+        dataset = dataset_services.dataset_upload(name="chats", content=ROWS)
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
+        run_services.training_run_cancel(run=run)
         assert as_key(acme).delete("/api/v1/datasets/chats").status_code == 204
         assert "dataset.deleted" in actions()
         shown = as_key(acme).get(f"/api/v1/training-runs/{run.pk}").json()
@@ -244,8 +248,8 @@ class TestDataset:
         assert quotas.used("storage_bytes") == 0
 
     def test_what_uses_it_is_named_or_ended(self, acme: Party) -> None:
-        training.dataset_upload(name="chats", content=ROWS)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
+        dataset_services.dataset_upload(name="chats", content=ROWS)
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
         schedule_of()
         url = "/api/v1/datasets/chats"
         error = assert_error(as_key(acme).delete(url), 409)
@@ -257,7 +261,7 @@ class TestDataset:
         assert (run.status, run.dataset) == (TrainingRun.Status.CANCELLED, None)
 
     def test_others_cannot(self, acme: Party, globex: Party) -> None:
-        training.dataset_upload(name="chats", content=ROWS)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
         assert_error(as_key(globex).delete("/api/v1/datasets/chats"), 404)
         assert_error(as_user(acme.viewer).delete("/api/v1/datasets/chats"), 403)
         assert Dataset.objects.exists()

@@ -44,7 +44,7 @@ from controlplane.requestlog.models import CapturedRequest, Feedback, RefusalHou
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants import auth, people, services
 from controlplane.tenants.models import IdempotencyRecord, Membership, Role, Tenant, User
-from controlplane.training import services as training
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import (
     DatasetPull,
     DatasetSource,
@@ -53,6 +53,8 @@ from controlplane.training.models import (
     TrainingCheckpoint,
     TrainingRun,
 )
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits.models import TenantQuota, Turn
 from controlplane.usage.limits.services import budget_set, rate_limit_set
 from controlplane.usage.models import TrainingUsage, UsageDay
@@ -126,11 +128,11 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
         TargetCount.objects.create(revision=aliases.revision_get(alias=alias), target="canary")
         version = upload()
         DeletedVersion.objects.create(version_id=uuid.uuid4(), digest="e" * 64)
-        dataset = training.dataset_upload(name="chats", content=ROWS)
+        dataset = dataset_services.dataset_upload(name="chats", content=ROWS)
         source = DatasetSource.objects.create(name="chats", kind="hub", place={}, sealed=b"x")
         DatasetPull.objects.create(source=source)
-        run = training.training_run_create(adapter_name="invoices", dataset_name="chats")
-        schedule = training.schedule_set(
+        run = run_services.training_run_create(adapter_name="invoices", dataset_name="chats")
+        schedule = schedule_services.schedule_set(
             adapter=run.adapter, dataset_name=dataset.name, cron_line="30 2 * * *"
         )
         ScheduleRun.objects.create(schedule=schedule, slot=NOW, training_run=run)

@@ -19,9 +19,9 @@ from controlplane.evaluations.batch_scores import GateJudge
 from controlplane.evaluations.comparison import pair_of, paired
 from controlplane.evaluations.models import BatchScores, Case, Evaluation, GateDecision, Result
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import events
-from controlplane.training import services as training
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import events
 from tests.controlplane.conftest import Party
 from tests.controlplane.evaluations.conftest import (
     NUM_CASES,
@@ -81,7 +81,7 @@ def trained(
         "live_digest": adapter.live_version.digest,
         "base_revision": adapter.base_model.revision,
     }
-    dataset = training.dataset_upload(name="rows", content=ROW)
+    dataset = dataset_services.dataset_upload(name="rows", content=ROW)
     version = add_version(adapter)
     run = TrainingRun.objects.create(
         adapter=adapter, dataset=dataset, dataset_sha256=dataset.sha256, version=version

@@ -25,7 +25,7 @@ from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.evaluations.models import Case, Evaluation, GateDecision, Result
 from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import OutboxEvent
-from controlplane.training import services as training
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import TrainingRun
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 from tests.controlplane.evaluations.conftest import (
@@ -105,7 +105,7 @@ def rows_of(known: list[dict[str, Any]]) -> bytes:
 def test_cases_that_the_training_knew_hold_it(
     gated: Adapter, pool: dict[str, Skill], scope: Party
 ) -> None:
-    dataset = training.dataset_upload(name="rows", content=rows_of(cases()[:30]))
+    dataset = dataset_services.dataset_upload(name="rows", content=rows_of(cases()[:30]))
     pool["invoices@1"] = pool["invoices@2"] = lambda case: True
     version = add_version(gated)
     TrainingRun.objects.create(
@@ -117,7 +117,7 @@ def test_cases_that_the_training_knew_hold_it(
     assert "30 of 120 cases are in the training's rows" in decision.reasons[0]
     # So does what the version knew that it begins from.
     other = rows_of(cases()[30:40])
-    later = training.dataset_upload(name="later", content=other)
+    later = dataset_services.dataset_upload(name="later", content=other)
     child = add_version(gated)
     TrainingRun.objects.create(
         adapter=gated,
@@ -337,7 +337,7 @@ def test_a_suite_is_made_of_each_nth_row_of_a_dataset(scope: Party) -> None:
         }
         for number in range(10)
     ]
-    training.dataset_upload(name="rows", content="\n".join(map(json.dumps, rows)).encode())
+    dataset_services.dataset_upload(name="rows", content="\n".join(map(json.dumps, rows)).encode())
     body = {"from_dataset": {"dataset": "rows", "checks": EXACT, "every": 4, "offset": 1}}
     made = as_key(scope).post("/api/v1/suites/held/versions", body, format="json").json()
     assert made["origin"] == {"kind": "dataset", "dataset": "rows", "every": 4, "offset": 1}

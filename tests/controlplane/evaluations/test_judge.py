@@ -13,7 +13,7 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter
 from controlplane.evaluations import execution
 from controlplane.evaluations.models import Evaluation, Judge, Result
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error
 from tests.controlplane.evaluations.conftest import Skill, begin
 from tests.receiver import Receiver, answer, receiving

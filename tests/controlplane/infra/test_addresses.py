@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.test import Client
 
-from controlplane.infra.addresses import suggested_address
+from controlplane.infra.web.addresses import suggested_address
 
 MEANT = {
     "/chat/completions": "/v1/chat/completions",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from celery.signals import after_task_publish, beat_init
 
-from controlplane.infra import liveness
+from controlplane.infra.health import liveness
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from django.core.exceptions import ImproperlyConfigured
 from hypothesis import strategies as st
 from urllib3.util import parse_url
 
-from controlplane.infra import outbound
-from controlplane.infra.outbound import Bounds, CallFailed
-from controlplane.infra.outbound_policy import OutboundPolicy, Refused, outbound_policy
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound import Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy, Refused, outbound_policy
 from tests.receiver import Receiver, Tls, answer, make_tls, receiving
 
 PLAIN = OutboundPolicy()

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from controlplane.infra import outbound
-from controlplane.infra.outbound import Bounds, CallFailed
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound import outbound
+from controlplane.infra.outbound.outbound import Bounds, CallFailed
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from tests.controlplane.infra.test_outbound import LOOPBACK
 
 

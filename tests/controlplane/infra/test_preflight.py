@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 from django.conf import settings as configured
 
-from controlplane.infra import preflight, storage
+from controlplane.infra import storage
+from controlplane.infra.health import preflight
 
 
 def test_servers_that_are_well_pass(settings: Any) -> None:

@@ -12,7 +12,8 @@ from django.test import Client
 from prometheus_client import REGISTRY
 from redis.backoff import NoBackoff
 
-from controlplane.infra import metrics, readiness, storage
+from controlplane.infra import metrics, storage
+from controlplane.infra.health import readiness
 from controlplane.infra.redis_client import CountingRetry
 
 NOWHERE = "redis://127.0.0.1:1/0"

@@ -19,7 +19,8 @@ from django.core import mail as outbox
 from django.db import connection
 
 from controlplane.adapters.models import BaseModel
-from controlplane.infra import preflight, storage
+from controlplane.infra import storage
+from controlplane.infra.health import preflight
 from controlplane.infra.mail import email_settings
 from controlplane.maintenance.doctor import examination, machine, platform, servers
 from controlplane.maintenance.doctor.examination import Finding, Status

@@ -4,8 +4,8 @@ import pytest
 
 from controlplane.adapters.models import BaseModel
 from controlplane.gateway.fine_tuning.views import JobsView
-from controlplane.infra import threads
-from controlplane.infra.threads import query_in_thread
+from controlplane.infra.web import threads
+from controlplane.infra.web.threads import query_in_thread
 from tests.controlplane.conftest import Party
 from tests.controlplane.management.bound_world import World, make_world
 

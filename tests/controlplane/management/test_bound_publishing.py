@@ -22,8 +22,9 @@ from controlplane.files.services import files_list
 from controlplane.requestlog.models import CapturedRequest
 from controlplane.tenancy.model_scope import Bounds, allows_model, model_scope
 from controlplane.tenancy.scoping import new_id, tenant_scope
-from controlplane.training import services, versions
-from controlplane.training.contents import Rows
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.datasets import versions
+from controlplane.training.datasets.contents import Rows
 from controlplane.training.models import Dataset, DatasetSource, Schedule, TrainingRun
 from tests.controlplane.conftest import Party, as_user, assert_error
 from tests.controlplane.management.bound_world import ALIAS, NAME, World, captured_make
@@ -177,7 +178,7 @@ def test_captured_requests_are_the_keys_models_alone(
         raise InterruptedError
 
     # The store is not asked: what would be stored is enough.
-    monkeypatch.setattr(services, "rows_store", keep)
+    monkeypatch.setattr(dataset_services, "rows_store", keep)
     client = bound_to(acme, "others")
     with pytest.raises(InterruptedError):
         _ask(client, "post", "/datasets/own/from-captured")

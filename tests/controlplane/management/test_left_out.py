@@ -9,9 +9,9 @@ import pytest
 
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.evaluations.models import Judge
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import DatasetSource
 from tests.controlplane.conftest import Party, as_key, as_user, assert_error, make_operator
 from tests.controlplane.training.conftest import ROWS
@@ -24,8 +24,8 @@ def ready(acme: Party, base_model: BaseModel, settings: Any) -> Party:
     )
     settings.HUB_ENDPOINT = "http://127.0.0.1:1"
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="chats", content=ROWS)
-        services.dataset_upload(name="tests", content=ROWS)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
+        dataset_services.dataset_upload(name="tests", content=ROWS)
         Adapter.objects.create(name="greeter", base_model=base_model)
     return acme
 

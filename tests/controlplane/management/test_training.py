@@ -18,8 +18,9 @@ from django.utils import timezone
 from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import services as run_services
 from tests.controlplane.conftest import Party, as_key, as_user
 from tests.controlplane.training.conftest import (  # noqa: F401
     ROWS,
@@ -37,7 +38,7 @@ CRON = {"dataset": "chats", "cron": "30 2 * * *", "timezone": "Europe/Berlin"}
 def ready(acme: Party, tiny_base: BaseModel) -> Party:
     """acme with an adapter and a dataset, and no scope left open: each request opens its own."""
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="chats", content=ROWS)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
         Adapter.objects.create(name="greeter", base_model=tiny_base)
     return acme
 
@@ -74,7 +75,7 @@ def test_a_bad_dataset_is_refused(acme: Party, monkeypatch: pytest.MonkeyPatch) 
     error = error_of(upload(client, ROWS + b"{}"), 400, "body")
     assert error["message"].startswith("line 9 has neither `messages` nor")
     assert error["code"] == "invalid_dataset"
-    monkeypatch.setattr(services, "MAX_DIRECT_BYTES", len(ROWS) - 1)
+    monkeypatch.setattr(dataset_services, "MAX_DIRECT_BYTES", len(ROWS) - 1)
     error_of(upload(client), 413)
     with tenant_scope(acme.tenant.id):
         assert not Dataset.objects.exists()
@@ -163,7 +164,7 @@ def test_a_wrong_schedule_is_refused_by_its_field(
 
 def test_a_viewer_reads_and_writes_nothing(ready: Party) -> None:
     with tenant_scope(ready.tenant.id):
-        run = services.training_run_create(adapter_name="greeter", dataset_name="chats")
+        run = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
     viewer = as_user(ready.viewer)
     for url in (DATASETS, f"{DATASETS}/chats", RUNS, f"{RUNS}/{run.pk}"):
         assert viewer.get(url).status_code == 200
@@ -183,7 +184,7 @@ def test_a_viewer_reads_and_writes_nothing(ready: Party) -> None:
 
 def test_a_strangers_things_are_not_there(ready: Party, globex: Party) -> None:
     with tenant_scope(ready.tenant.id):
-        run = services.training_run_create(adapter_name="greeter", dataset_name="chats")
+        run = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
     assert as_key(ready).put(SCHEDULE, CRON, format="json").status_code == 200
     stranger = as_key(globex)
     for url in (DATASETS, RUNS):

@@ -14,7 +14,7 @@ import redis
 
 from controlplane.queue import forgetting
 from demo.stack import EmbeddedStack
-from tests.controlplane.batches.conftest import Batches, chat_line
+from tests.controlplane.files.batches.conftest import Batches, chat_line
 from tests.fakes import FAKE_NAME
 from tests.live import LiveStack, wait_for
 from tests.site import Site

@@ -24,16 +24,16 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.aliases import ramps
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.services import alias_change, alias_create
-from controlplane.queue import residency as module
-from controlplane.queue import warmth
-from controlplane.queue.residency import (
+from controlplane.queue.placement import residency as module
+from controlplane.queue.placement import warmth
+from controlplane.queue.placement.residency import (
     Prefetched,
     before_alias_switch,
     on_switch,
     prefetched,
     residency,
 )
-from controlplane.queue.warmth import PINNED, WARM, Wanted, kept_warm, wanted, warmth_keep
+from controlplane.queue.placement.warmth import PINNED, WARM, Wanted, kept_warm, wanted, warmth_keep
 from controlplane.tenancy.scoping import tenant_scope
 from tests.conftest import ROOT
 from tests.controlplane.adapters import test_promotion

@@ -13,10 +13,10 @@ from controlplane.adapters.models import Adapter
 from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias, AliasRevision
 from controlplane.aliases.services import alias_change, alias_create, alias_ramp
-from controlplane.queue import prefix_warmth, warmth
-from controlplane.queue.prefix_warmth import kept_prefixes, prefixes_keep, wanted
-from controlplane.queue.residency import Prefetched, prefetched
-from controlplane.queue.warmth import PINNED, Wanted, warmth_keep
+from controlplane.queue.placement import prefix_warmth, warmth
+from controlplane.queue.placement.prefix_warmth import kept_prefixes, prefixes_keep, wanted
+from controlplane.queue.placement.residency import Prefetched, prefetched
+from controlplane.queue.placement.warmth import PINNED, Wanted, warmth_keep
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 from tests.controlplane.queue.test_residency import Pool, adapter, add, kept, pool

@@ -32,8 +32,8 @@ from controlplane.tenants import services as tenants
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Membership
 from controlplane.tenants.permissions import Permission
-from controlplane.training import contents, pulls
-from controlplane.training.captured_rows import dataset_from_captured
+from controlplane.training.datasets import contents, pulls
+from controlplane.training.datasets.captured_rows import dataset_from_captured
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party
 

@@ -14,7 +14,8 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.models import Role, User
 from controlplane.tenants.permissions import DEVELOPER
 from controlplane.tenants.services import member_add
-from controlplane.training import pulls, services
+from controlplane.training.datasets import pulls
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset
 from tests.controlplane.conftest import Party, as_user
 from tests.controlplane.console.conftest import browser_of
@@ -67,7 +68,7 @@ def post(client: APIClient, path: str, body: Any, status: int = 201) -> Any:
 
 def add_plain(acme: Party, name: str, *, appends: bool, content: bytes = PLAIN) -> None:
     with tenant_scope(acme.tenant.pk):
-        services.dataset_upload(name=name, content=content, appends=appends)
+        dataset_services.dataset_upload(name=name, content=content, appends=appends)
 
 
 def previews(client: APIClient, name: str = "users") -> bool:

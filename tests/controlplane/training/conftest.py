@@ -14,8 +14,10 @@ import pytest
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch_child, reports, services
+from controlplane.training.datasets import reports
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset
+from controlplane.training.runs import batch_child
 from tests.controlplane.conftest import Party
 from tests.controlplane.training import quick_trainer
 from tests.tiny_base import TINY_NAME, TINY_REVISION, write_tiny_base
@@ -87,7 +89,7 @@ def adapter(in_acme: Party, tiny_base: BaseModel) -> Adapter:
 
 @pytest.fixture
 def dataset(in_acme: Party) -> Dataset:
-    return services.dataset_upload(name="chats", content=ROWS)
+    return dataset_services.dataset_upload(name="chats", content=ROWS)
 
 
 def use_quick_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,18 +19,21 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.adapters.services import adapter_create, base_model_add
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
     batch_child,
     events,
     execution,
     pausing,
     picking,
     running,
-    services,
-    tasks,
     trainer,
 )
-from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS
@@ -57,8 +60,8 @@ def make_run(party: Party, rows: bytes = ROWS, **hyperparameters: Any) -> Traini
     with tenant_scope(party.tenant.id):
         if not Adapter.objects.exists():
             adapter_create(name="greeter", base_model_name="tiny-llama")
-            services.dataset_upload(name="chats", content=rows)
-        return services.training_run_create(
+            dataset_services.dataset_upload(name="chats", content=rows)
+        return run_services.training_run_create(
             adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
         )
 
@@ -158,7 +161,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     second = make_run(globex, max_steps=ENDLESS)
     wait_for(lambda: step_of(second) > 0)
     with tenant_scope(first.tenant_id):
-        services.training_run_cancel(run=first)
+        run_services.training_run_cancel(run=first)
     began = time.monotonic()
     wait_for(lambda: fresh(first).status == "cancelled")
     assert time.monotonic() - began < 5
@@ -171,7 +174,7 @@ def test_runs_join_a_batch_and_one_that_is_cancelled_ends_within_5_s(
     assert trainers() == [child]
     assert [run.attempts for run in (fresh(first), fresh(second), third)] == [1, 1, 1]
     with tenant_scope(second.tenant_id):
-        services.training_run_cancel(run=second)
+        run_services.training_run_cancel(run=second)
     thread.join(60)
     assert not thread.is_alive() and not child.is_running() and not kept()
     assert fresh(second).status == "cancelled"
@@ -184,7 +187,7 @@ def test_a_child_that_is_lost_after_a_run_was_cancelled_is_in_the_log(
     thread = night()
     wait_for(lambda: all(step_of(run) > 0 for run in (cancelled, other)))
     with tenant_scope(cancelled.tenant_id):
-        services.training_run_cancel(run=cancelled)
+        run_services.training_run_cancel(run=cancelled)
     wait_for(lambda: fresh(cancelled).status == "cancelled")
     os.kill(trainers()[0].pid, signal.SIGKILL)
     thread.join(60)
@@ -216,7 +219,7 @@ def test_who_joins_a_batch_keeps_nobody_waiting(acme: Party, globex: Party) -> N
     assert picking.next_to_join(begun) is None
     assert picking.run_claim_next(beside=begun, in_turn=True) is None
     with tenant_scope(acme.tenant.id):
-        services.training_run_cancel(run=fresh(first))
+        run_services.training_run_cancel(run=fresh(first))
     claimed = picking.run_claim_next(beside=begun, in_turn=True)
     assert claimed == second and claimed.status == "running"
 
@@ -248,7 +251,7 @@ def test_a_killed_child_costs_no_run_more_than_its_last_checkpoint(
             said = run.events.get(message__startswith="The job continues")
             steps = run.events.filter(kind="metrics").values_list("data__step", flat=True)
             assert set(steps) >= {1, 40} and said.data["step"] > 10
-            services.training_run_cancel(run=run)
+            run_services.training_run_cancel(run=run)
     thread.join(60)
     for run in runs:
         with tenant_scope(run.tenant_id):
@@ -302,7 +305,7 @@ def test_a_checkpoint_whose_run_was_cancelled_while_it_waited_is_removed(acme: P
         TrainingRun.objects.update(attempts=1, stored_step=1)
         tasks.datasets_sweep()
         assert storage.object_size(key) == 1
-        services.training_run_cancel(run=run)
+        run_services.training_run_cancel(run=run)
     tasks.datasets_sweep()
     assert storage.object_size(key) is None
 
@@ -330,5 +333,5 @@ def test_a_paused_run_goes_on_from_its_state_while_the_batch_trains_another(
     assert (fresh(first).attempts, fresh(first).num_lost, fresh(second).attempts) == (2, 0, 1)
     for run in (first, second):
         with tenant_scope(run.tenant_id):
-            services.training_run_cancel(run=run)
+            run_services.training_run_cancel(run=run)
     wait_for(lambda: fresh(first).status == fresh(second).status == "cancelled")

@@ -14,17 +14,20 @@ from controlplane.adapters.models import BaseModel
 from controlplane.errors import ApiError, InvalidRequest, RateLimited
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import (
-    dataset_checks,
+from controlplane.training.datasets import dataset_checks, row_check
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import (
     execution,
     picking,
-    row_check,
     running,
-    schedules,
     sending,
-    services,
 )
-from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.conftest import FAST, ROWS
@@ -35,7 +38,7 @@ BODY = {"adapter": "greeter", "dataset": "chats", "hyperparameters": FAST}
 
 def queue_run(party: Party, **hyperparameters: Any) -> TrainingRun:
     with tenant_scope(party.tenant.id):
-        return services.training_run_create(
+        return run_services.training_run_create(
             adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
         )
 
@@ -45,7 +48,7 @@ def parties(acme: Party, globex: Party, tiny_base: BaseModel) -> tuple[Party, Pa
     """Acme and globex, each with a dataset."""
     for party in (acme, globex):
         with tenant_scope(party.tenant.id):
-            services.dataset_upload(name="chats", content=ROWS)
+            dataset_services.dataset_upload(name="chats", content=ROWS)
     return acme, globex
 
 
@@ -142,8 +145,8 @@ class TestAdmission:
         acme, _ = parties
         for party in parties:
             with tenant_scope(party.tenant.id):
-                run = services.training_run_create(adapter_name="nightly", dataset_name="chats")
-                services.schedule_set(
+                run = run_services.training_run_create(adapter_name="nightly", dataset_name="chats")
+                schedule_services.schedule_set(
                     adapter=run.adapter, dataset_name="chats", cron_line="0 * * * *"
                 )
                 TrainingRun.objects.update(status="succeeded")
@@ -174,7 +177,7 @@ class TestSize:
     ) -> None:
         wanted = {"rank": 4, "epochs": 2.5, "batch_size": 3, "max_length": 64}
         with tenant_scope(parties[0].tenant.id):
-            run = services.training_run_create(
+            run = run_services.training_run_create(
                 adapter_name="greeter", dataset_name="chats", hyperparameters=wanted
             )
             assert execution.training_run_execute(run.pk)
@@ -274,14 +277,14 @@ def test_a_tenants_datasets_are_checked_a_few_at_a_time(
             outcomes.append(party)
             with tenant_scope(party.tenant.id):
                 try:
-                    services.dataset_upload(name="more", content=ROWS)
+                    dataset_services.dataset_upload(name="more", content=ROWS)
                 except ApiError as error:
                     outcomes.append(error)
         return lint(content)
 
     monkeypatch.setattr(row_check.chat_rows, "lint", nested)
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="more", content=ROWS)
+        dataset_services.dataset_upload(name="more", content=ROWS)
     errors = [error for error in outcomes if isinstance(error, RateLimited)]
     assert errors and {error.code for error in errors} == {"too_many_dataset_checks"}
     assert errors[0].retry_after_s == 5

@@ -9,8 +9,11 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import contents, services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, DatasetContent, TrainingRun
+from controlplane.training.runs import services as run_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
@@ -27,7 +30,7 @@ def is_there(key: str) -> bool:
 
 def test_replaced_rows_go_and_give_their_room_back(in_acme: Party, dataset: Dataset) -> None:
     old = dataset.key
-    new = services.dataset_upload(name="chats", content=ROWS * 2).key
+    new = dataset_services.dataset_upload(name="chats", content=ROWS * 2).key
     assert quotas.used("storage_bytes") == 3 * len(ROWS)
     tasks.datasets_sweep()
     assert is_there(old)  # who has just put it may not have named it yet
@@ -41,8 +44,8 @@ def test_rows_that_a_run_will_read_stay_until_it_has_ended(
     adapter: Adapter, dataset: Dataset
 ) -> None:
     old = dataset.key
-    services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
-    services.dataset_upload(name="chats", content=ROWS * 2)
+    run_services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
+    dataset_services.dataset_upload(name="chats", content=ROWS * 2)
     for status in TrainingRun.ACTIVE:
         TrainingRun.objects.update(status=status)
         grow_old()
@@ -54,9 +57,9 @@ def test_rows_that_a_run_will_read_stay_until_it_has_ended(
 
 
 def test_rows_that_come_again_are_kept(in_acme: Party, dataset: Dataset) -> None:
-    services.dataset_upload(name="chats", content=ROWS * 2)
+    dataset_services.dataset_upload(name="chats", content=ROWS * 2)
     grow_old()
-    services.dataset_upload(name="other", content=ROWS)
+    dataset_services.dataset_upload(name="other", content=ROWS)
     tasks.datasets_sweep()
     assert is_there(dataset.key)
     assert quotas.used("storage_bytes") == 3 * len(ROWS)
@@ -64,8 +67,8 @@ def test_rows_that_come_again_are_kept(in_acme: Party, dataset: Dataset) -> None
 
 def test_another_tenants_same_rows_stay(in_acme: Party, dataset: Dataset, globex: Party) -> None:
     with tenant_scope(globex.tenant.id):
-        theirs = services.dataset_upload(name="chats", content=ROWS)
-    services.dataset_upload(name="chats", content=ROWS * 2)
+        theirs = dataset_services.dataset_upload(name="chats", content=ROWS)
+    dataset_services.dataset_upload(name="chats", content=ROWS * 2)
     grow_old()
     with tenant_scope(globex.tenant.id):
         grow_old()

@@ -30,7 +30,9 @@ from controlplane.adapters.promotion import promotion_policy_set
 from controlplane.adapters.resolution import model_resolve
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import (
     endings,
     execution,
     lease,
@@ -38,10 +40,11 @@ from controlplane.training import (
     picking,
     publishing,
     running,
-    services,
-    tasks,
 )
-from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, use_quick_trainer
 
@@ -50,7 +53,7 @@ PAST = dt.timedelta(seconds=-1)
 
 
 def make_run(**hyperparameters: Any) -> TrainingRun:
-    return services.training_run_create(
+    return run_services.training_run_create(
         adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
     )
 
@@ -73,7 +76,7 @@ def test_a_due_schedule_trains_once_and_its_version_goes_live(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    schedule = services.schedule_set(
+    schedule = schedule_services.schedule_set(
         adapter=adapter, dataset_name="chats", cron_line="0 3 * * *", hyperparameters=FAST
     )
     Schedule.objects.filter(pk=schedule.pk).update(next_run_at=timezone.now() + PAST)
@@ -228,7 +231,7 @@ def test_progress_is_kept_and_a_cancel_kills_the_trainer(endless: TrainingRun) -
     }
     (trainer,) = trainers()
     environ = Path(f"/proc/{trainer.pid}/environ").read_bytes()
-    services.training_run_cancel(run=endless)
+    run_services.training_run_cancel(run=endless)
     thread.join(60)
     assert not thread.is_alive()
     endless.refresh_from_db()
@@ -477,7 +480,7 @@ def test_a_restart_of_the_database_costs_no_training(
     before = progress_of(endless)["step"]
     wait_for(lambda: progress_of(endless)["step"] > before + 1)
     assert (endless.status, endless.attempts) == ("running", 1)
-    services.training_run_cancel(run=endless)
+    run_services.training_run_cancel(run=endless)
     thread.join(60)
     endless.refresh_from_db()
     assert endless.status == "cancelled"
@@ -508,7 +511,7 @@ def test_a_run_that_waits_for_the_store_can_be_cancelled(
     run = make_run()
     thread = background(run, lambda: execution.training_run_execute(run.pk))
     wait_for(lambda: is_running(run))
-    services.training_run_cancel(run=run)
+    run_services.training_run_cancel(run=run)
     thread.join(60)
     run.refresh_from_db()
     assert run.status == "cancelled"
@@ -567,7 +570,7 @@ def test_another_tenants_run_does_nothing(
 
 
 def test_a_tenant_goes_with_all_it_has(in_acme: Party, adapter: Adapter, dataset: Dataset) -> None:
-    services.schedule_set(adapter=adapter, dataset_name="chats", cron_line="0 3 * * *")
+    schedule_services.schedule_set(adapter=adapter, dataset_name="chats", cron_line="0 3 * * *")
     make_run()
     with pytest.raises(RestrictedError):
         dataset.delete()

@@ -29,17 +29,20 @@ from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants import auth
 from controlplane.tenants.auth import Principal
-from controlplane.training import (
-    contents,
+from controlplane.training.datasets import contents
+from controlplane.training.datasets import services as dataset_services
+from controlplane.training.models import DatasetContent, TrainingEvent, TrainingRun, dataset_key
+from controlplane.training.runs import (
     endings,
     events,
     execution,
     lost_runs,
     pausing,
     running,
-    services,
 )
-from controlplane.training.models import DatasetContent, TrainingEvent, TrainingRun, dataset_key
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
@@ -239,7 +242,7 @@ def test_cancelled_while_it_trains_a_job_bills_what_it_did(
     run = make_job(in_acme, file, suffix="greeter", hyperparameters=ENDLESS)
     thread = in_background(run, lambda: execution.training_run_execute(run.pk))
     wait_until(lambda: has_stepped(run))
-    services.training_run_cancel(run=run)
+    run_services.training_run_cancel(run=run)
     thread.join(60)
     job = shown(run)
     assert (job["status"], job["fine_tuned_model"], job["result_files"]) == ("cancelled", None, [])
@@ -387,7 +390,7 @@ def test_a_jobs_rows_are_its_tenants_own_and_go_when_it_has_ended(
     DatasetContent.objects.update(wanted_at=old)
     pausing.training_run_pause(run=run)
     assert contents.contents_sweep() == 0  # a job that waits still needs them
-    services.training_run_cancel(run=run)
+    run_services.training_run_cancel(run=run)
     assert contents.contents_sweep() == 1
     assert storage.object_size(key) is None
 
@@ -423,8 +426,8 @@ def test_steps_that_are_null_are_steps_that_nobody_gave(in_acme: Party, tiny_bas
 
 
 def test_only_a_job_gets_a_result_file(in_acme: Party, tiny_base: BaseModel) -> None:
-    services.dataset_upload(name="chats", content=ROWS)
-    run = services.training_run_create(
+    dataset_services.dataset_upload(name="chats", content=ROWS)
+    run = run_services.training_run_create(
         adapter_name="greeter", dataset_name="chats", hyperparameters=FAST
     )
     execution.training_run_execute(run.pk)

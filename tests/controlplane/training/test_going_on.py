@@ -23,7 +23,9 @@ from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.deletion import services as deletion
 from controlplane.errors import Unavailable
 from controlplane.infra import storage
-from controlplane.training import (
+from controlplane.training import tasks
+from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.runs import (
     batch_child,
     endings,
     events,
@@ -32,13 +34,13 @@ from controlplane.training import (
     pausing,
     picking,
     running,
-    services,
-    tasks,
 )
-from controlplane.training.attempt import Attempt
-from controlplane.training.models import Dataset, TrainingRun
-from controlplane.training.saved_states import KEPT
-from controlplane.training.trainer import NO_ROOM
+from controlplane.training.runs import (
+    services as run_services,
+)
+from controlplane.training.runs.attempt import Attempt
+from controlplane.training.runs.kept.saved_states import KEPT
+from controlplane.training.runs.trainer import NO_ROOM
 from controlplane.usage.limits import quotas
 from tests.controlplane.training.test_execution import (
     background,
@@ -92,7 +94,7 @@ def states(run: TrainingRun) -> list[str]:
 
 
 def cancel(run: TrainingRun, thread: threading.Thread) -> None:
-    services.training_run_cancel(run=run)
+    run_services.training_run_cancel(run=run)
     thread.join(60)
     run.refresh_from_db()
     assert run.status == "cancelled"
@@ -196,7 +198,7 @@ def test_cancelled_a_run_ends_within_5_s(
         if is_deaf:
             trainers()[0].suspend()
         began = time.monotonic()
-        services.training_run_cancel(run=run)
+        run_services.training_run_cancel(run=run)
         wait_for(lambda run=run: is_cancelled(run))
         assert time.monotonic() - began < 5
         thread.join(60)

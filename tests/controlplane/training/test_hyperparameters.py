@@ -8,8 +8,7 @@ import pytest
 
 from contract.training.job import Hyperparameters
 from controlplane.errors import InvalidRequest
-from controlplane.training import size
-from controlplane.training.hyperparameters import checked_hyperparameters
+from controlplane.training.runs.hyperparameters import checked_hyperparameters, most_tokens
 
 
 @pytest.mark.parametrize(
@@ -40,5 +39,5 @@ def test_a_wrong_one_is_named() -> None:
 def test_a_step_of_several_batches_has_all_their_rows() -> None:
     hyper = Hyperparameters(batch_size=2, gradient_accumulation=3, epochs=2, max_length=10)
     assert hyper.num_steps(13) == 2 * 3  # of seven batches, the last with one row
-    assert size.most_tokens(hyper, 13) == 6 * 6 * 10
-    assert size.most_tokens(hyper, 4) == 2 * 4 * 10
+    assert most_tokens(hyper, 13) == 6 * 6 * 10
+    assert most_tokens(hyper, 4) == 2 * 4 * 10

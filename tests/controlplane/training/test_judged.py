@@ -13,8 +13,8 @@ from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel
 from controlplane.evaluations import batch_scores, gate, suites
 from controlplane.evaluations.models import BatchScores, Evaluation, Suite
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import batch_child, execution, judging, running
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import batch_child, execution, judging, running
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS
 from tests.controlplane.training.test_batch import make_run

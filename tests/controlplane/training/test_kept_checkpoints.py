@@ -14,8 +14,9 @@ from controlplane.evaluations.leakage import prompt_digest, trained_digests
 from controlplane.files.models import File
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import execution, kept_adapters
 from controlplane.training.models import TrainingCheckpoint, TrainingEvent, TrainingRun
+from controlplane.training.runs import execution
+from controlplane.training.runs.kept import kept_adapters
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import ROWS

@@ -22,8 +22,8 @@ from django.db import connection
 from controlplane.adapters.models import Adapter, AdapterVersion
 from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra import storage
-from controlplane.training import execution, lost_runs, sending
 from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.runs import execution, lost_runs, sending
 from controlplane.usage.models import TrainingUsage
 from demo.stack import EmbeddedStack
 from tests.controlplane.training.test_execution import make_run, progress_of

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from controlplane.training.batch_child import parse_event
-from controlplane.training.loss_curve import MAX_POINTS, LossCurve
+from controlplane.training.runs.batch_child import parse_event
+from controlplane.training.runs.trainer import MAX_CURVE_POINTS, LossCurve
 
 
 def test_long_training_keeps_its_ends_and_few_points() -> None:
     curve = LossCurve()
     for step in range(1, 10_001):
         curve.add(step, 1 / step)
-    assert len(curve.points) <= MAX_POINTS
+    assert len(curve.points) <= MAX_CURVE_POINTS
     assert curve.points[0] == [1, 1.0]
     assert curve.points[-1] == [10_000, 1 / 10_000]
     steps = [step for step, _ in curve.points]

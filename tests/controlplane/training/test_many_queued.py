@@ -18,8 +18,17 @@ from controlplane.adapters.services import adapter_create
 from controlplane.infra.metrics import TRAINING_MESSAGES
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.services import tenant_create
-from controlplane.training import execution, lost_runs, picking, sending, services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import (
+    execution,
+    lost_runs,
+    picking,
+    sending,
+)
+from controlplane.training.runs import (
+    services as run_services,
+)
 from controlplane.usage.limits import quotas
 from controlplane.usage.models import TrainingUsage
 from tests.controlplane.conftest import Party, as_key
@@ -145,9 +154,9 @@ class TestDeviceSeconds:
     @pytest.fixture
     def run(self, acme: Party, tiny_base: BaseModel) -> TrainingRun:
         with tenant_scope(acme.tenant.id):
-            services.dataset_upload(name="chats", content=ROWS)
+            dataset_services.dataset_upload(name="chats", content=ROWS)
             adapter_create(name="greeter", base_model_name=tiny_base.name)
-            return services.training_run_create(adapter_name="greeter", dataset_name="chats")
+            return run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
 
     def use(self, run: TrainingRun, seconds: int, **ago: Any) -> None:
         with tenant_scope(run.tenant_id):

@@ -14,10 +14,18 @@ import pytest
 from django.utils import timezone
 
 from controlplane.infra import storage
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import pull_sources, pulls, services, sources, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import (
+    pull_sources,
+    pulls,
+    sources,
+)
+from controlplane.training.datasets import (
+    services as dataset_services,
+)
 from controlplane.training.models import Dataset, DatasetPull, DatasetSource, DatasetVersion
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.training.test_versions import content_of, rows
@@ -102,12 +110,12 @@ def pull(party: Party) -> dict[str, Any]:
 
 def pulled(party: Party) -> Dataset:
     with tenant_scope(party.tenant.id):
-        return services.dataset_get(name="pulled")
+        return dataset_services.dataset_get(name="pulled")
 
 
 def content(party: Party) -> bytes:
     with tenant_scope(party.tenant.id):
-        return content_of(services.dataset_get(name="pulled").sha256)
+        return content_of(dataset_services.dataset_get(name="pulled").sha256)
 
 
 def test_new_objects_of_a_bucket_are_appended(acme: Party, bucket: Bucket) -> None:
@@ -391,7 +399,7 @@ def test_nobody_else_sees_or_pulls_it(acme: Party, globex: Party, hub: Hub) -> N
 
 def test_pulled_rows_go_behind_those_that_are_there(acme: Party, hub: Hub) -> None:
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="pulled", content=rows("mine"))
+        dataset_services.dataset_upload(name="pulled", content=rows("mine"))
     hub.files = {"a.jsonl": rows("one")}
     set_source(acme, {"kind": "hub", "repository": "owner/name"})
     assert pull(acme)["version"] == 2

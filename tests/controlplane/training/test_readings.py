@@ -10,8 +10,8 @@ from django.utils import timezone
 
 from contract.training.daily_window import DailyWindow
 from controlplane.adapters.models import Adapter
-from controlplane.training import readings
 from controlplane.training.models import TrainingRun
+from controlplane.training.runs import readings
 from tests.controlplane.training.conftest import FAST
 
 pytestmark = pytest.mark.django_db

@@ -13,7 +13,9 @@ from django.utils import timezone
 from controlplane.adapters.models import Adapter, BaseModel
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import reports, services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import reports
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, TrainingRun, dataset_key
 from engine.text.codec import TextCodec
 from tests.controlplane.conftest import Party, as_key
@@ -136,7 +138,7 @@ def test_one_tenants_many_reports_delay_another_by_little(
     for party, number in ((acme, 30), (globex, 1)):
         with tenant_scope(party.tenant.id):
             for index in range(number):
-                services.dataset_upload(name=f"rows-{index}", content=ROWS)
+                dataset_services.dataset_upload(name=f"rows-{index}", content=ROWS)
     for _ in range(40):
         reports.report_next()
     assert globex.tenant.id in made
@@ -174,7 +176,7 @@ def test_old_reports_that_are_pending_are_asked_for_again(
 def test_the_preview_shows_the_first_rows(acme: Party, globex: Party) -> None:
     content = b"\n" + row(EVIL) + row("b" * 600_000) + row("c" * 600_000)
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="chats", content=content)
+        dataset_services.dataset_upload(name="chats", content=content)
     client = as_key(acme)
     shown = client.get(f"{DATASETS}/chats/preview").json()
     assert [each["line"] for each in shown["data"]] == [2, 3]  # the third is cut
@@ -183,7 +185,7 @@ def test_the_preview_shows_the_first_rows(acme: Party, globex: Party) -> None:
     before = row("a").replace(b"}\n", b', "id": 1e999}\n')  # was taken once
     with tenant_scope(acme.tenant.id):
         good = before.replace(b"1e999", b"11999")
-        huge = services.dataset_upload(name="huge", content=good)
+        huge = dataset_services.dataset_upload(name="huge", content=good)
         storage.put_bytes(dataset_key(acme.tenant.id, huge.sha256), before)
     assert client.get(f"{DATASETS}/huge/preview").json()["data"][0]["row"]["id"] is None
     for limit in ("0", "101", "x", "-1", "9" * 5000):

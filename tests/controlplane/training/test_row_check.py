@@ -21,7 +21,7 @@ from controlplane.files.models import Purpose
 from controlplane.gateway.fine_tuning.dataset_files import dataset_from_file
 from controlplane.infra import sealed_child, storage
 from controlplane.infra.sealed_child import Bounds, Ended
-from controlplane.training import contents, dataset_checks, row_check
+from controlplane.training.datasets import contents, dataset_checks, row_check
 from tests.controlplane.conftest import Party
 
 TENANT = uuid.uuid4()

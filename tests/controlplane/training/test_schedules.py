@@ -16,8 +16,12 @@ from controlplane.celery import app
 from controlplane.errors import Conflict
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
-from controlplane.training import schedules, services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 
@@ -35,7 +39,7 @@ def schedule_set(*, adapter: Adapter, cron_line: str = "0 * * * *", **fields: An
         name: fields.pop(name) for name in ("hyperparameters", "timezone_name") if name in fields
     }
     rules = {"skip_unchanged": False, **fields}
-    return services.schedule_set(
+    return schedule_services.schedule_set(
         adapter=adapter, dataset_name="chats", cron_line=cron_line, rules=rules, **own
     )
 
@@ -104,7 +108,7 @@ def test_a_base_model_that_is_shut_down_trains_nothing(
     base_model_shutdown_set(base_model=base_model, shutdown_date=today())
     assert schedules.schedules_fire(schedule.next_run_at) == 0
     with pytest.raises(Conflict) as caught:
-        services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
+        run_services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
     assert caught.value.param == "adapter"
     assert not TrainingRun.objects.exists()
     base_model_shutdown_set(base_model=base_model, shutdown_date=today() + dt.timedelta(days=1))
@@ -118,8 +122,8 @@ def test_a_base_model_that_is_shut_down_trains_nothing(
 
 def test_a_run_belongs_to_its_schedules_tenant(schedule: Schedule, globex: Party) -> None:
     with tenant_scope(globex.tenant.id):
-        services.dataset_upload(name="chats", content=ROWS)
-        own = services.training_run_create(adapter_name="other", dataset_name="chats")
+        dataset_services.dataset_upload(name="chats", content=ROWS)
+        own = run_services.training_run_create(adapter_name="other", dataset_name="chats")
         finish_runs()
         other = schedule_set(adapter=own.adapter)
     assert schedules.schedules_fire(other.next_run_at) == 2
@@ -137,7 +141,7 @@ def test_a_run_belongs_to_its_schedules_tenant(schedule: Schedule, globex: Party
 def test_one_schedule_that_fails_keeps_no_other_from_firing(
     schedule: Schedule, dataset: Dataset
 ) -> None:
-    run = services.training_run_create(adapter_name="second", dataset_name="chats")
+    run = run_services.training_run_create(adapter_name="second", dataset_name="chats")
     finish_runs()
     schedule_set(adapter=run.adapter)
     Schedule.objects.filter(pk=schedule.pk).update(timezone="Gone/Zone")
@@ -149,17 +153,17 @@ def test_one_schedule_that_fails_keeps_no_other_from_firing(
 def test_one_schedule_that_meets_a_fault_of_ours_keeps_no_other_from_firing(
     schedule: Schedule, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = services.training_run_create(adapter_name="second", dataset_name="chats")
+    run = run_services.training_run_create(adapter_name="second", dataset_name="chats")
     finish_runs()
     schedule_set(adapter=run.adapter)
-    enqueue = services.training_run_enqueue
+    enqueue = run_services.training_run_enqueue
 
     def fail(*, adapter: Adapter, **fields: Any) -> TrainingRun:
         if adapter == schedule.adapter:
             raise TypeError("a fault of ours")
         return enqueue(adapter=adapter, **fields)
 
-    monkeypatch.setattr(services, "training_run_enqueue", fail)
+    monkeypatch.setattr(run_services, "training_run_enqueue", fail)
     assert schedules.schedules_fire(schedule.next_run_at) == 1
     fired = ScheduleRun.objects.get()
     assert fired.training_run.adapter == run.adapter

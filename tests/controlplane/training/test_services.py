@@ -13,8 +13,10 @@ from controlplane.adapters.models import Adapter
 from controlplane.errors import ApiError, Conflict, InvalidRequest, NotFound, PayloadTooLarge
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun, dataset_key
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import services as schedule_services
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 
@@ -28,8 +30,8 @@ def test_a_dataset_is_stored_under_its_digest(dataset: Dataset) -> None:
 def test_uploading_again_replaces_what_the_name_means_but_not_what_runs_read(
     dataset: Dataset, adapter: Adapter
 ) -> None:
-    run = services.training_run_create(adapter_name="greeter", dataset_name="chats")
-    again = services.dataset_upload(name="chats", content=ROWS * 2)
+    run = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
+    again = dataset_services.dataset_upload(name="chats", content=ROWS * 2)
     assert (again.pk, again.num_rows) == (dataset.pk, 16)
     run.refresh_from_db()
     kept = dataset_key(run.tenant_id, run.dataset_sha256)
@@ -47,7 +49,7 @@ def test_uploading_again_replaces_what_the_name_means_but_not_what_runs_read(
 )
 def test_a_bad_dataset_is_refused(in_acme: Party, name: str, content: bytes, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        services.dataset_upload(name=name, content=content)
+        dataset_services.dataset_upload(name=name, content=content)
     assert caught.value.param == param
     assert not Dataset.objects.exists()
 
@@ -55,16 +57,18 @@ def test_a_bad_dataset_is_refused(in_acme: Party, name: str, content: bytes, par
 def test_the_refusal_of_a_dataset_names_its_lines(in_acme: Party) -> None:
     told = r"line 9 has neither `messages` .*; line 10 is not JSON"
     with pytest.raises(InvalidRequest, match=told):
-        services.dataset_upload(name="chats", content=ROWS + b"{}\nx\n")
+        dataset_services.dataset_upload(name="chats", content=ROWS + b"{}\nx\n")
 
 
 def test_a_dataset_that_is_too_long_is_refused(in_acme: Party) -> None:
     with pytest.raises(PayloadTooLarge):
-        services.dataset_upload(name="chats", content=b" " * (services.MAX_DIRECT_BYTES + 1))
+        dataset_services.dataset_upload(
+            name="chats", content=b" " * (dataset_services.MAX_DIRECT_BYTES + 1)
+        )
 
 
 def test_a_run_of_an_unknown_adapter_makes_it(dataset: Dataset, tiny_base: Any) -> None:
-    run = services.training_run_create(adapter_name="new", dataset_name="chats")
+    run = run_services.training_run_create(adapter_name="new", dataset_name="chats")
     assert (run.status, run.adapter.base_model, run.attempts) == ("queued", tiny_base, 0)
 
 
@@ -83,7 +87,7 @@ def test_a_wrong_run_is_refused_by_its_field(
 ) -> None:
     fields: dict[str, Any] = {"adapter_name": "greeter", "dataset_name": "chats"}
     with pytest.raises(error) as caught:
-        services.training_run_create(**(fields | change))
+        run_services.training_run_create(**(fields | change))
     assert caught.value.param == param
     assert not TrainingRun.objects.exists()
 
@@ -93,14 +97,14 @@ def test_another_tenants_dataset_is_not_there(
 ) -> None:
     with tenant_scope(globex.tenant.id):
         with pytest.raises(NotFound):
-            services.training_run_create(adapter_name="mine", dataset_name="chats")
+            run_services.training_run_create(adapter_name="mine", dataset_name="chats")
         assert not Adapter.objects.exists()
 
 
 def test_a_queued_run_is_cancelled_at_once(adapter: Adapter, dataset: Dataset) -> None:
-    run = services.training_run_create(adapter_name="greeter", dataset_name="chats")
+    run = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
     for _ in range(2):  # again, it changes nothing
-        run = services.training_run_cancel(run=run)
+        run = run_services.training_run_cancel(run=run)
         assert (run.status, run.cancel_requested) == ("cancelled", True)
     assert run.finished_at is not None
 
@@ -109,15 +113,15 @@ def test_a_queued_run_is_cancelled_at_once(adapter: Adapter, dataset: Dataset) -
 def test_a_run_past_training_is_not_cancelled(
     adapter: Adapter, dataset: Dataset, status: str
 ) -> None:
-    run = services.training_run_create(adapter_name="greeter", dataset_name="chats")
+    run = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
     TrainingRun.objects.filter(pk=run.pk).update(status=status)
     with pytest.raises(Conflict, match=status):
-        services.training_run_cancel(run=run)
+        run_services.training_run_cancel(run=run)
 
 
 def set_schedule(adapter: Adapter, **change: Any) -> Schedule:
     fields: dict[str, Any] = {"dataset_name": "chats", "cron_line": "30 2 * * *"}
-    return services.schedule_set(adapter=adapter, **(fields | change))
+    return schedule_services.schedule_set(adapter=adapter, **(fields | change))
 
 
 def test_a_schedule_is_set_and_replaced(adapter: Adapter, dataset: Dataset) -> None:
@@ -126,8 +130,8 @@ def test_a_schedule_is_set_and_replaced(adapter: Adapter, dataset: Dataset) -> N
     second = set_schedule(adapter, timezone_name="Asia/Kolkata", is_paused=True)
     assert (second.pk, second.is_paused, second.hyperparameters) == (first.pk, True, {})
     assert (second.next_run_at.hour, second.next_run_at.minute) == (21, 0)
-    services.schedule_delete(adapter=adapter)
-    for action in (services.schedule_delete, services.schedule_get):
+    schedule_services.schedule_delete(adapter=adapter)
+    for action in (schedule_services.schedule_delete, schedule_services.schedule_get):
         with pytest.raises(NotFound):
             action(adapter=adapter)
 

@@ -18,8 +18,11 @@ from controlplane.errors import Conflict, InvalidRequest
 from controlplane.events.outbox.models import OutboxEvent
 from controlplane.infra.metrics import SCHEDULE_SLOTS
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import history, schedule_rules, schedules, sending, services
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, ScheduleRun, TrainingRun
+from controlplane.training.runs import sending
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import history, schedule_rules, schedules
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.conftest import FAST, ROWS
 from tests.controlplane.training.test_schedules import finish_runs, schedule_set, states
@@ -54,7 +57,7 @@ def test_a_slot_is_skipped_when_nothing_is_new(made: Callable[..., Schedule]) ->
     assert schedules.schedules_fire(slot + HOUR) == 1
     finish_runs()
     assert schedules.schedules_fire(slot + 2 * HOUR) == 0
-    services.dataset_upload(name="chats", content=ROWS + ROWS)
+    dataset_services.dataset_upload(name="chats", content=ROWS + ROWS)
     assert schedules.schedules_fire(slot + 3 * HOUR) == 1
     assert ScheduleRun.objects.latest("slot").rows_before == 8
     finish_runs()
@@ -113,7 +116,7 @@ def test_a_slot_that_is_kept_is_missed_once_and_made_up_for(made: Callable[..., 
 def test_an_owed_slot_runs_alone_as_soon_as_it_may(made: Callable[..., Schedule]) -> None:
     schedule = made(cron_line="0 3 * * *", grace_s=600)
     slot = schedule.next_run_at
-    blocker = services.training_run_create(adapter_name="greeter", dataset_name="chats")
+    blocker = run_services.training_run_create(adapter_name="greeter", dataset_name="chats")
     assert schedules.schedules_fire(slot + 20 * MINUTE) == 0
     assert states() == [("missed", "busy")]
     TrainingRun.objects.filter(pk=blocker.pk).update(status="succeeded")
@@ -260,7 +263,7 @@ def test_each_slot_fires_once_in_weeks_whose_clocks_change_with_two_beats(
     sunday: str, made: Callable[..., Schedule], adapter: Adapter, dataset: Dataset
 ) -> None:
     """Two beats tick at once, every 20 minutes of the night and seldom by day."""
-    other = services.training_run_create(adapter_name="second", dataset_name="chats").adapter
+    other = run_services.training_run_create(adapter_name="second", dataset_name="chats").adapter
     finish_runs()
     kinds = {
         "night": made(cron_line="30 2 * * *", timezone_name="Europe/Berlin"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controlplane.training.trainer import Told
+from controlplane.training.runs.trainer import Told
 
 
 def test_draft_heads_are_told_beside_the_last_progress() -> None:

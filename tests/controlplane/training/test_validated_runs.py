@@ -10,8 +10,11 @@ import pytest
 from controlplane.adapters.models import Adapter
 from controlplane.errors import Conflict
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import execution, services, tasks
+from controlplane.training import tasks
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, Schedule, TrainingRun
+from controlplane.training.runs import execution
+from controlplane.training.runs import services as run_services
 from tests.controlplane.conftest import Party, as_key
 from tests.controlplane.console.conftest import browser_of
 from tests.controlplane.training.conftest import FAST, ROWS, SHARED_ROWS
@@ -33,7 +36,7 @@ LONG = (
 
 
 def make_run(**hyperparameters: Any) -> TrainingRun:
-    return services.training_run_create(
+    return run_services.training_run_create(
         adapter_name="greeter", dataset_name="chats", hyperparameters=FAST | hyperparameters
     )
 
@@ -45,7 +48,7 @@ def execute(run: TrainingRun) -> TrainingRun:
 
 
 def test_a_run_keeps_a_share_back_and_shows_both_curves(adapter: Adapter, in_acme: Party) -> None:
-    services.dataset_upload(name="chats", content=SHARED_ROWS)
+    dataset_services.dataset_upload(name="chats", content=SHARED_ROWS)
     run = execute(make_run(validation_share=0.5, max_steps=4, eval_steps=1))
     assert (run.status, run.error) == ("succeeded", "")
     progress = run.progress
@@ -62,7 +65,7 @@ def test_a_run_keeps_a_share_back_and_shows_both_curves(adapter: Adapter, in_acm
 def test_a_run_is_validated_with_another_dataset(
     adapter: Adapter, dataset: Dataset, in_acme: Party
 ) -> None:
-    others = services.dataset_upload(name="others", content=ROWS[: len(ROWS) // 2])
+    others = dataset_services.dataset_upload(name="others", content=ROWS[: len(ROWS) // 2])
     client = as_key(in_acme)
     body: dict[str, Any] = {"adapter": "greeter", "dataset": "chats", "hyperparameters": FAST}
     made = client.post(RUNS, body | {"validation_dataset": "others"}, format="json").json()
@@ -71,7 +74,7 @@ def test_a_run_is_validated_with_another_dataset(
     answer = client.delete("/api/v1/datasets/others")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "in_use")
     with tenant_scope(in_acme.tenant.id):
-        services.dataset_upload(name="others", content=ROWS * 2)
+        dataset_services.dataset_upload(name="others", content=ROWS * 2)
         grow_old()
         tasks.datasets_sweep()
         assert is_there(others.key)
@@ -102,7 +105,7 @@ def test_a_run_is_validated_with_another_dataset(
 def test_what_cannot_be_is_refused(
     adapter: Adapter, dataset: Dataset, in_acme: Party, change: Any, status: int, param: str
 ) -> None:
-    services.dataset_upload(name="one", content=ROWS.splitlines()[0])
+    dataset_services.dataset_upload(name="one", content=ROWS.splitlines()[0])
     body = {"adapter": "greeter", "dataset": "chats"} | change
     answer = as_key(in_acme).post(RUNS, body, format="json")
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
@@ -111,7 +114,7 @@ def test_what_cannot_be_is_refused(
 def test_a_schedule_names_the_dataset_to_validate_with(
     adapter: Adapter, dataset: Dataset, in_acme: Party
 ) -> None:
-    others = services.dataset_upload(name="others", content=ROWS)
+    others = dataset_services.dataset_upload(name="others", content=ROWS)
     url = "/api/v1/adapters/greeter/schedule"
     body = {"dataset": "chats", "cron": "30 2 * * *", "validation_dataset": "others"}
     made = as_key(in_acme).put(url, body, format="json")
@@ -131,7 +134,7 @@ def test_a_schedule_names_the_dataset_to_validate_with(
 def test_long_rows_fail_a_run_with_their_lines_unless_they_are_to_be_cut(
     adapter: Adapter, in_acme: Party
 ) -> None:
-    services.dataset_upload(name="chats", content=LONG)
+    dataset_services.dataset_upload(name="chats", content=LONG)
     run = execute(make_run())
     assert run.status == "failed"
     assert "longer than max_length=64 tokens: line 9 has " in run.error

@@ -13,8 +13,11 @@ from controlplane.files import services as files
 from controlplane.files.models import File, Purpose
 from controlplane.infra import storage
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import contents, services, tasks, versions
+from controlplane.training import tasks
+from controlplane.training.datasets import contents, versions
+from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset, DatasetContent, DatasetVersion, TrainingRun
+from controlplane.training.runs import services as run_services
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party, as_key, assert_error
 from tests.controlplane.console.conftest import browser_of
@@ -31,7 +34,7 @@ def rows(*prompts: str) -> bytes:
 
 
 def append(content: bytes) -> Dataset:
-    return services.dataset_upload(name="chats", content=content, appends=True)
+    return dataset_services.dataset_upload(name="chats", content=content, appends=True)
 
 
 def content_of(sha256: str) -> bytes:
@@ -70,19 +73,19 @@ def test_replaced_versions_are_given_up_and_their_room_is_given_back(
     in_acme: Party, dataset: Dataset
 ) -> None:
     append(rows("one"))
-    replaced = services.dataset_upload(name="chats", content=rows("new", "newer"))
+    replaced = dataset_services.dataset_upload(name="chats", content=rows("new", "newer"))
     grow_old()
     tasks.datasets_sweep()
     assert quotas.used("storage_bytes") == replaced.num_bytes == sum(objects(in_acme).values())
     for number in (1, 2):
         with pytest.raises(Conflict) as caught:
-            services.dataset_version_get(f"chats@{number}")
+            dataset_services.dataset_version_get(f"chats@{number}")
         assert caught.value.code == "rows_gone"
     with pytest.raises(NotFound):
-        services.dataset_version_get("chats@4")
+        dataset_services.dataset_version_get("chats@4")
     for wrong in ("chats@", "chats@x", "chats@-1", "chats@1@1", "chats@" + "9" * 5000):
         with pytest.raises(ApiError):
-            services.dataset_version_get(wrong)
+            dataset_services.dataset_version_get(wrong)
 
 
 def test_a_restore_is_a_version_and_can_be_undone(in_acme: Party, dataset: Dataset) -> None:
@@ -95,7 +98,7 @@ def test_a_restore_is_a_version_and_can_be_undone(in_acme: Party, dataset: Datas
     assert (again.version, content_of(again.sha256)) == (4, ROWS + rows("bad"))
     assert versions.version_restore(dataset=dataset, number=2).version == 4  # it is current
     # What nobody can go back to any more gives its room back.
-    services.dataset_upload(name="chats", content=ROWS * 2)
+    dataset_services.dataset_upload(name="chats", content=ROWS * 2)
     grow_old()
     tasks.datasets_sweep()
     assert quotas.used("storage_bytes") == 2 * len(ROWS)
@@ -106,11 +109,11 @@ def test_a_run_of_a_version_keeps_its_rows_until_it_has_ended(
 ) -> None:
     append(rows("one"))
     append(rows("two"))
-    run = services.training_run_create(adapter_name=adapter.name, dataset_name="chats@2")
-    newest = services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
+    run = run_services.training_run_create(adapter_name=adapter.name, dataset_name="chats@2")
+    newest = run_services.training_run_create(adapter_name=adapter.name, dataset_name="chats")
     assert (run.dataset_version, run.num_rows) == (2, 9)
     assert (newest.dataset_version, newest.num_rows) == (3, 10)
-    services.dataset_upload(name="chats", content=rows("new", "newer"))
+    dataset_services.dataset_upload(name="chats", content=rows("new", "newer"))
     TrainingRun.objects.filter(pk=newest.pk).update(status="succeeded")
     grow_old()
     tasks.datasets_sweep()
@@ -126,7 +129,7 @@ def test_a_run_of_a_version_keeps_its_rows_until_it_has_ended(
 
 def test_other_datasets_keep_the_bytes_that_they_share(in_acme: Party, dataset: Dataset) -> None:
     append(rows("one"))
-    services.dataset_upload(name="other", content=rows("one"))
+    dataset_services.dataset_upload(name="other", content=rows("one"))
     dataset.delete()
     grow_old()
     tasks.datasets_sweep()
@@ -154,7 +157,7 @@ def test_rows_that_the_release_before_stored_become_a_version(
     in_acme: Party, dataset: Dataset
 ) -> None:
     """While an upgrade rolls, its processes write datasets and know no versions."""
-    old = services.dataset_upload(name="other", content=rows("old"))
+    old = dataset_services.dataset_upload(name="other", content=rows("old"))
     Dataset.objects.filter(pk=dataset.pk).update(sha256=old.sha256, num_rows=1)
     now = append(rows("one"))
     assert (now.version, content_of(now.sha256)) == (3, rows("old") + rows("one"))
@@ -166,7 +169,7 @@ def test_a_file_becomes_a_version_without_its_bytes_passing_through(
     acme: Party, globex: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tenant_scope(acme.tenant.id):
-        services.dataset_upload(name="chats", content=ROWS)
+        dataset_services.dataset_upload(name="chats", content=ROWS)
         file = stored_file(rows("one", "two"))
         other = stored_file(b"notes", Purpose.USER_DATA)
     with tenant_scope(globex.tenant.id):

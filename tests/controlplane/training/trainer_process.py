@@ -11,7 +11,7 @@ from controlplane.celery import app
 
 def main() -> None:
     app.loader.import_default_modules()
-    from controlplane.training import batch_child, lease, picking, publishing, running
+    from controlplane.training.runs import batch_child, lease, picking, publishing, running
 
     running.TICK_S = 0.2
     batch_child.CHECKPOINT_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controlplane.events.outbox.models import CHOOSABLE, EventType, OutboxEvent
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.webhooks import delivery, fan_out, services
 from controlplane.webhooks.models import WebhookDelivery, WebhookEndpoint

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import EventType, OutboxEvent
-from controlplane.infra.outbound_policy import OutboundPolicy
+from controlplane.infra.outbound.outbound_policy import OutboundPolicy
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.webhooks import delivery, fan_out, services, tasks
 from controlplane.webhooks.models import EventMail, WebhookDelivery, WebhookEndpoint

@@ -16,8 +16,8 @@ from controlplane.errors import Conflict
 from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.events.outbox.services import publish
 from controlplane.tenancy.scoping import tenant_scope
-from controlplane.training import endings
 from controlplane.training.models import Dataset, TrainingRun
+from controlplane.training.runs import endings
 from controlplane.usage.limits import budget_events
 from controlplane.usage.limits.models import Budget
 from controlplane.usage.limits.services import budget_set

@@ -13,7 +13,7 @@ from django.db import connection
 from django.test import Client
 
 from controlplane.events.audit.models import AuditEvent
-from controlplane.infra import outbound
+from controlplane.infra.outbound import outbound
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.key_rules import KeyRules
 from controlplane.tenants.models import Membership

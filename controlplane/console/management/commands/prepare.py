@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from controlplane.console.signin.first_operator import first_operator, password_link
 from controlplane.errors import ApiError
-from controlplane.infra import preflight
+from controlplane.infra.health import preflight
 
 
 class Command(BaseCommand):

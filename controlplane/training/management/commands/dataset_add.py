@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import services
+from controlplane.training.datasets import services as dataset_services
 
 
 class Command(BaseCommand):
@@ -24,8 +24,8 @@ class Command(BaseCommand):
     def handle(self, *, tenant: str, name: str, file: Path, **options: Any) -> None:
         try:
             with file.open("rb") as rows, tenant_scope(find_tenant(tenant).id):
-                content = rows.read(services.MAX_DIRECT_BYTES + 1)
-                dataset = services.dataset_upload(name=name, content=content)
+                content = rows.read(dataset_services.MAX_DIRECT_BYTES + 1)
+                dataset = dataset_services.dataset_upload(name=name, content=content)
         except OSError as error:
             raise CommandError(f"{file} cannot be read: {error}") from error
         except ApiError as error:

@@ -13,7 +13,9 @@ from controlplane.adapters.services import adapter_get
 from controlplane.errors import ApiError
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.tenants.management.commands import find_tenant
-from controlplane.training import schedules, services
+from controlplane.training.runs import services as run_services
+from controlplane.training.schedules import schedules
+from controlplane.training.schedules import services as schedule_services
 
 
 class Command(BaseCommand):
@@ -34,8 +36,8 @@ class Command(BaseCommand):
         try:
             with tenant_scope(find_tenant(tenant).id):
                 base_model = options["base_model"]
-                schedule = services.schedule_set(
-                    adapter=services.adapter_for(adapter, base_model)
+                schedule = schedule_services.schedule_set(
+                    adapter=run_services.adapter_for(adapter, base_model)
                     if base_model
                     else adapter_get(name=adapter),
                     dataset_name=options["dataset"],

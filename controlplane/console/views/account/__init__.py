@@ -1,0 +1,1 @@
+"""Pages of an organization, its members, and their sign-in."""

@@ -1,0 +1,1 @@
+"""Pages of adapters, their versions, and aliases."""

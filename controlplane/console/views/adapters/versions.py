@@ -1,0 +1,130 @@
+"""Changes of a version on its page: deprecate, retire, take back; its files and differences."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Callable
+from typing import Any
+
+from django.contrib import messages
+from django.http import Http404, HttpResponse, HttpResponseRedirect
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_POST, require_safe
+
+from controlplane.adapters import downloads, retirement, services
+from controlplane.adapters.models import AdapterVersion
+from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.forms import ErrorsShown
+from controlplane.errors import ApiError
+from controlplane.tenants.auth import Permission
+from controlplane.training.runs import comparison
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def deprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Mark it as deprecated, and set or clear its last day."""
+    text = request.POST.get("shutdown_date", "").strip()
+    try:
+        day = dt.date.fromisoformat(text) if text else None
+    except ValueError:
+        messages.error(request, "Write the day as 2027-01-14.")
+        return redirect("console:version", name, number)
+    version = services.adapter_version_get(name=name, number=number)
+    return _changed(
+        request,
+        lambda: retirement.version_deprecate(version=version, shutdown_date=day),
+        f"Version {number} is deprecated" + (f" and refused from {day} on." if day else "."),
+    )
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def undeprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    version = services.adapter_version_get(name=name, number=number)
+    return _changed(
+        request,
+        lambda: retirement.version_undeprecate(version=version),
+        f"Version {number} is no longer deprecated.",
+    )
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def retire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    version = services.adapter_version_get(name=name, number=number)
+    return _changed(
+        request,
+        lambda: retirement.version_retire(version=version),
+        f"Version {number} is retired.",
+    )
+
+
+@require_POST
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def unretire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    version = services.adapter_version_get(name=name, number=number)
+    return _changed(
+        request,
+        lambda: retirement.version_unretire(version=version),
+        f"Version {number} is ready again.",
+    )
+
+
+@require_safe
+@member_page(permission=Permission.ADAPTERS_WRITE)
+def download(request: ConsoleRequest, name: str, number: int, file: str) -> HttpResponse:
+    """Send the browser to a file of the version."""
+    version = services.adapter_version_get(name=name, number=number)
+    if file not in services.FILES:
+        raise Http404
+    with ErrorsShown(request):
+        found = downloads.version_download(version=version)
+        return HttpResponseRedirect(found.files[file].url)
+    return redirect("console:version", name, number)
+
+
+@require_safe
+@member_page
+def diff(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+    """Show the differences from another version."""
+    other = request.GET.get("with", "")
+    if not (other.isascii() and other.isdigit() and len(other) <= 10):
+        raise Http404
+    before, after = (
+        services.adapter_version_get(name=name, number=each) for each in (int(other), number)
+    )
+    try:
+        compared = comparison.versions_compare(before, after)
+    except ApiError as error:
+        messages.error(request, error.message)
+        return redirect("console:version", name, number)
+    rows = [
+        {
+            "area": change.area,
+            "field": change.field,
+            "before": _text(change.before),
+            "after": _text(change.after),
+        }
+        for change in compared.changes
+    ]
+    context = {"adapter": after.adapter, "before": before, "after": after, "changes": rows}
+    return render(request, "console/diff.html", context)
+
+
+def _changed(
+    request: ConsoleRequest, change: Callable[[], AdapterVersion], done: str
+) -> HttpResponse:
+    """Make a change and go back to the version's page, with a message."""
+    kwargs: dict[str, Any] = request.resolver_match.kwargs if request.resolver_match else {}
+    with ErrorsShown(request):
+        change()
+        messages.success(request, done)
+    return redirect("console:version", kwargs["name"], kwargs["number"])
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Handling of HTTP requests: their lines, threads, and pages of errors."""

@@ -1,0 +1,1 @@
+"""The API of an organization: its people, limits, usage, and audit trail."""

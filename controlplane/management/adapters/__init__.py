@@ -1,0 +1,1 @@
+"""The API of adapters and their versions."""

@@ -1,0 +1,1 @@
+"""The API of training: datasets, runs, and schedules."""

@@ -1,0 +1,1 @@
+"""The workers that hold an adapter, and those that should."""

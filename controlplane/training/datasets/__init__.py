@@ -1,0 +1,1 @@
+"""Datasets: their versions, checks, reports, and the sources they are pulled from."""

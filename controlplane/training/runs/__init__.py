@@ -1,0 +1,1 @@
+"""Training runs: from the request to the published version."""

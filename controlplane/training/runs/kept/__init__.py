@@ -1,0 +1,1 @@
+"""Saved states, kept adapters and folders of a run that trains."""

@@ -1,0 +1,1 @@
+"""Schedules: their rules, slots, and history."""
