@@ -10,12 +10,11 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from contract.messages.protocol import FinishReason as FinishReason
-from contract.messages.sampling import BIAS, RANGES
+from contract.messages.sampling import BIAS, MAX_ADAPTERS, RANGES
 from contract.ranges import Range
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 
-MAX_ADAPTER_PARTS = 8
 _SEQUENCES = Range(1, 64, is_whole=True)
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
@@ -183,10 +182,9 @@ class Request:
             )
 
     def _check_adapters(self) -> None:
-        if len(self.adapters) > MAX_ADAPTER_PARTS:
+        if len(self.adapters) > MAX_ADAPTERS:
             raise RequestError(
-                f"a request may name {MAX_ADAPTER_PARTS} adapters at most, not "
-                f"{len(self.adapters)}",
+                f"a request may name {MAX_ADAPTERS} adapters at most, not {len(self.adapters)}",
                 param="adapters",
             )
         if len({part.digest for part in self.adapters}) != len(self.adapters):

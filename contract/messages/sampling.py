@@ -14,6 +14,8 @@ from contract.ranges import Range, ranges_of
 MAX_STOPS = 4
 MAX_STOP_CHARS = 500
 MAX_LOGPROBS = 20
+#: Number of adapters in a blend, and the range of each one's weight.
+MAX_ADAPTERS, WEIGHT = 8, Range(-100, 100)
 #: Range of each number in `logit_bias`.
 BIAS = Range(-100, 100)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contract.messages.protocol import HEARTBEAT_TIMEOUT_S, MAX_UNWATCHED_S
 
 
-class Contact:
+class RedisUptime:
     """Tells whether Redis has answered for long enough that a silent process must be dead.
 
     While Redis was away, no heartbeat reached it.

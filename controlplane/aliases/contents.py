@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from typing import Any
 
+from contract.messages.sampling import MAX_ADAPTERS, WEIGHT
 from controlplane.aliases.guards import guard_parse, guard_read
 from controlplane.aliases.models import AliasPart, AliasRevision
 from controlplane.aliases.sampling import checked_sampling
@@ -16,9 +16,6 @@ from controlplane.errors import InvalidRequest
 from controlplane.schemas import BadSchema, Status, paths, plan
 from controlplane.tenants.models import is_slug
 
-#: Largest number of adapters in a target, and largest weight: those of a request's blend.
-MAX_PARTS = 8
-MAX_WEIGHT = 100.0
 MAX_SYSTEM_PROMPT_CHARS = 16_000
 MAX_NUMBER = 2**31 - 1
 
@@ -141,17 +138,15 @@ def _parts_of(parts: Iterable[AliasPart], target: Target) -> tuple[Part, ...]:
 
 
 def _check_target(field: str, parts: tuple[Part, ...]) -> None:
-    if len(parts) > MAX_PARTS:
-        raise InvalidRequest(f"A blend can have at most {MAX_PARTS} adapters.", param=field)
+    if len(parts) > MAX_ADAPTERS:
+        raise InvalidRequest(f"A blend can have at most {MAX_ADAPTERS} adapters.", param=field)
     for part in parts:
         if not is_slug(part.adapter):
             raise InvalidRequest(
                 "Name the adapter only, and put its version into `version`.", param=field
             )
-        if not (math.isfinite(part.weight) and abs(part.weight) <= MAX_WEIGHT):
-            raise InvalidRequest(
-                f"A weight is a number from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}.", param=field
-            )
+        if not WEIGHT.has(part.weight):
+            raise InvalidRequest(f"A weight is {WEIGHT}.", param=field)
         if part.version is not None and not 1 <= part.version <= MAX_NUMBER:
             raise InvalidRequest("A version is a whole number from 1.", param=field)
     if len({(part.adapter, part.version) for part in parts}) < len(parts):

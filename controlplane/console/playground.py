@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db.models import Prefetch
 
+from contract.messages.sampling import MAX_ADAPTERS
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, is_serving
 from controlplane.adapters.resolution import parse_model_name
 from controlplane.aliases.contents import Contents
@@ -16,7 +17,7 @@ from controlplane.aliases.contents import Part as TargetPart
 from controlplane.aliases.models import AliasPart, AliasRevision, is_current
 from controlplane.console.request_log import line_of
 from controlplane.inference.access import ServedModel
-from controlplane.inference.schemas import MAX_ADAPTERS, MAX_MODEL_CHARS
+from controlplane.inference.schemas import MAX_MODEL_CHARS
 from controlplane.requestlog.inference_request import InferenceRequest
 from controlplane.requestlog.services import StoredWords
 

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from contract.messages.sampling import MAX_ADAPTERS
 from controlplane.adapters.models import AdapterVersion, BaseModel
 from controlplane.adapters.resolution import (
     ResolvedModel,
@@ -37,8 +38,6 @@ from controlplane.tenants.auth import CACHE_S, Permission, Principal, authorize
 from controlplane.usage.limits.admit import NO_LIMITS, Limits
 from controlplane.usage.limits.services import limits_for
 
-#: Number of adapters in one blend; the engine has the same bound.
-MAX_PARTS = 8
 Target = AliasPart.Target
 #: How alike two names must be, from 0 to 1, for one to be suggested for the other.
 NEAR = 0.75
@@ -297,9 +296,9 @@ def _served(selector: ModelSelector, models: list[ResolvedModel]) -> ServedModel
             if any(version.digest == other.digest for other, _ in parts):
                 raise InvalidRequest(f"`{model.name}` is in the blend twice.", param=param)
             parts.append((version, share if weight is None else share * weight))
-    if len(parts) > MAX_PARTS:
+    if len(parts) > MAX_ADAPTERS:
         raise InvalidRequest(
-            f"With what its aliases mean, the blend has more than {MAX_PARTS} adapters.",
+            f"With what its aliases mean, the blend has more than {MAX_ADAPTERS} adapters.",
             param=selector.params[-1],
         )
     return ServedModel(name=selector.label, models=tuple(models), parts=tuple(parts))

@@ -17,7 +17,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from contract.messages.sampling import ANSWER_TOKENS, BIAS, MAX_STOP_CHARS, MAX_STOPS, RANGES
+from contract.messages.sampling import (
+    ANSWER_TOKENS,
+    BIAS,
+    MAX_ADAPTERS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    RANGES,
+    WEIGHT,
+)
 from contract.messages.tool_calls import CalledFunctions
 from controlplane.inference.bodies import (
     Body,
@@ -48,9 +56,6 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_MODEL_CHARS = 200
-#: Number of adapters in one blend; the engine has the same bound.
-MAX_ADAPTERS = 8
-MAX_WEIGHT = 100.0
 
 
 def _stops(value: str | list[str] | None) -> list[str] | None:
@@ -116,7 +121,7 @@ class AdapterPart(Body):
 
     name: ModelName | None = None
     model: ModelName | None = None
-    weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    weight: Annotated[float, Field(ge=WEIGHT.least, le=WEIGHT.most)] = 1.0
 
     @model_validator(mode="after")
     def _one_name(self) -> AdapterPart:

@@ -12,8 +12,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from contract.messages.sampling import MAX_ADAPTERS, WEIGHT
 from controlplane.aliases import services
-from controlplane.aliases.contents import MAX_PARTS, MAX_WEIGHT, Contents, Part, contents_of
+from controlplane.aliases.contents import Contents, Part, contents_of
 from controlplane.aliases.models import Alias, AliasRevision, is_current
 from controlplane.gateway.rest.fields import DescribedField
 from controlplane.gateway.rest.paging import PAGE_PARAMETERS, page, page_of
@@ -38,13 +39,18 @@ _PART = {
             "type": ["integer", "null"],
             "description": "Its number; null or left out: whichever version is live.",
         },
-        "weight": {"type": "number", "minimum": -MAX_WEIGHT, "maximum": MAX_WEIGHT, "default": 1},
+        "weight": {
+            "type": "number",
+            "minimum": WEIGHT.least,
+            "maximum": WEIGHT.most,
+            "default": 1,
+        },
     },
 }
 _TARGET = {
     "type": "array",
     "items": _PART,
-    "maxItems": MAX_PARTS,
+    "maxItems": MAX_ADAPTERS,
     "description": "The target: the exact weighted sum of these adapters. Requests may send a "
     "single adapter without the list.",
 }
@@ -58,8 +64,8 @@ class TargetField(DescribedField):
 
     def to_internal_value(self, data: Any) -> tuple[Part, ...]:
         parts = data if isinstance(data, list) else [data]
-        if len(parts) > MAX_PARTS:
-            raise serializers.ValidationError(f"A blend can have at most {MAX_PARTS} adapters.")
+        if len(parts) > MAX_ADAPTERS:
+            raise serializers.ValidationError(f"A blend can have at most {MAX_ADAPTERS} adapters.")
         return tuple(map(self._part, parts))
 
     def _part(self, data: Any) -> Part:

@@ -22,7 +22,7 @@ from redis.backoff import ExponentialBackoff
 
 from contract.messages import protocol
 from contract.messages.protocol import Control, ControlMessage, GenerateJob
-from contract.queue.redis_uptime import Contact
+from contract.queue.redis_uptime import RedisUptime
 from controlplane.errors import Unavailable
 from controlplane.infra.outages import REDIS_OUTAGE
 from controlplane.infra.redis_client import AsyncCountingRetry
@@ -71,7 +71,7 @@ class Dispatcher:
             )
         )
         self._cancel = self._redis.register_script(CANCEL)
-        self._contact = Contact()
+        self._redis_uptime = RedisUptime()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.recorder = Recorder()
         self.workers = KnownWorkers(self._redis, pool)
@@ -184,8 +184,8 @@ class Dispatcher:
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
             with contextlib.suppress(*REDIS_OUTAGE):
                 await self._reply_reader.say_alive()
-                self._contact.note()
-                if self._contact.is_steady:
+                self._redis_uptime.note()
+                if self._redis_uptime.is_steady:
                     await self.replies.find_lost()
 
     async def _reap_loop(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from urllib.parse import urlsplit
 
 from contract.messages import protocol
-from contract.queue.redis_uptime import Contact
+from contract.queue.redis_uptime import RedisUptime
 from demo.ports import choose_ports
 from tests.live import LiveStack
 from tests.worker.scenes import TOKENS, Call
@@ -17,19 +17,19 @@ AWAY_S = protocol.HEARTBEAT_TIMEOUT_S + 3
 
 def test_silence_counts_only_while_redis_answers() -> None:
     now = 100.0
-    contact = Contact(lambda: now)
+    uptime = RedisUptime(lambda: now)
     for _ in range(5):
-        assert not contact.is_steady
-        contact.note()
+        assert not uptime.is_steady
+        uptime.note()
         now += 2.5
-    assert contact.is_steady
+    assert uptime.is_steady
     now += protocol.MAX_UNWATCHED_S
-    contact.note()
-    assert not contact.is_steady, "others may not have come back yet"
+    uptime.note()
+    assert not uptime.is_steady, "others may not have come back yet"
     for _ in range(4):
         now += 2.5
-        contact.note()
-    assert contact.is_steady
+        uptime.note()
+    assert uptime.is_steady
 
 
 async def test_answers_go_on_where_they_were(live: LiveStack) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import date
 
 from contract.messages.protocol import AdapterRef, ControlMessage
+from contract.messages.sampling import MAX_ADAPTERS
 from engine.request import AdapterPart, KeptPrefix
 from engine.text.codec import TextCodec
 from worker.engine_process.channel import Command, KeepPrefixes
@@ -29,10 +30,9 @@ log = logging.getLogger(__name__)
 
 NUM_AT_ONCE = NUM_DOWNLOADS // 4
 BUSY_POLL_S = 0.02
-#: Largest number of prefixes of one tenant, and of all; largest number of adapters and of
-#: characters of a prefix.
+#: Largest number of prefixes of one tenant, and of all; largest number of characters of a prefix.
 MAX_PREFIXES, MAX_PREFIXES_OF_ALL = 8, 64
-MAX_ADAPTERS, MAX_CHARS = 8, 64_000
+MAX_CHARS = 64_000
 #: Largest share of the disk for the adapters of prefixes (one tenant's is half of it), and longest
 #: time of a pin.
 DISK_SHARE = 0.25

@@ -24,7 +24,7 @@ from contract.adapters.probe_server import PortTaken
 from contract.messages.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJob, Heartbeat
 from contract.messages.worker_messages import MAX_TOLD, told
 from contract.process.alive_file import AliveFile
-from contract.queue.redis_uptime import Contact
+from contract.queue.redis_uptime import RedisUptime
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
@@ -118,7 +118,7 @@ class Worker:
         # Tests with another engine seldom need grammars.
         self._prepares_helpers = engine_factory is None
         self._stats = EngineStats()
-        self._contact = Contact()
+        self._redis_uptime = RedisUptime()
         self._turned_at = self._heard_at = time.monotonic()
         self._alive = AliveFile(config.alive_file)
         self._heartbeat_lock = asyncio.Lock()  # held while a heartbeat or the departure is sent
@@ -348,11 +348,11 @@ class Worker:
             log.error("another run has taken the place of this one, %s", self._boot_id)
             self._stop(_Outcome.CUT)
             return
-        self._contact.note()
+        self._redis_uptime.note()
         self._heard_at = time.monotonic()
         if self._is_loaded.is_set():
             self._alive.note()
-        if self._contact.is_steady:
+        if self._redis_uptime.is_steady:
             self._requests.cancel_for_dead_gateways(silence_s)
         with contextlib.suppress(RedisError, OSError):  # the next beat looks again
             await self._requests.flusher.resend_buffer.resend_lost()

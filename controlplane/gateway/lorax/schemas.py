@@ -10,13 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from contract.messages.sampling import MAX_STOPS, RANGES
+from contract.messages.sampling import MAX_ADAPTERS, MAX_STOPS, RANGES, WEIGHT
 from controlplane.inference.bodies import Body, refused
 from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.json_schema import checked_schema
 from controlplane.inference.schemas import (
-    MAX_ADAPTERS,
-    MAX_WEIGHT,
     MaxTokens,
     ModelName,
     RepetitionPenalty,
@@ -42,7 +40,7 @@ class MergedAdapters(Body):
 
     ids: Annotated[list[ModelName], Field(min_length=1, max_length=MAX_ADAPTERS)]
     weights: Annotated[
-        list[Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]],
+        list[Annotated[float, Field(ge=WEIGHT.least, le=WEIGHT.most)]],
         Field(max_length=MAX_ADAPTERS),
     ]
     merge_strategy: Annotated[str | None, AfterValidator(_linear)] = None
