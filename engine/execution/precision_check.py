@@ -179,7 +179,7 @@ def _compare(
 ) -> Comparison:
     """Compare the logits of the heads' inputs [T, E]."""
     kl = agreed = error = 0.0
-    for wanted, got in zip(reference.split(_ROWS), x.split(_ROWS), strict=True):
+    for wanted, got in zip(torch.split(reference, _ROWS), torch.split(x, _ROWS), strict=True):
         p, q = logits(wanted), logits(got)
         agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
         error = max(error, _finite((p - q).abs().max()))

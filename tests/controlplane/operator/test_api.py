@@ -50,6 +50,9 @@ def operator(db: None) -> User:
     return make_operator("ops@lorikeet.example")
 
 
+PRECISION = {"weights": "fp8", "kv": "bfloat16"}
+
+
 @pytest.fixture
 def pool() -> Any:
     client = redis.Redis.from_url(settings.REDIS_URL, protocol=2)
@@ -60,6 +63,7 @@ def pool() -> Any:
         base_model="tiny",
         base_revision="0" * 64,
         device="cpu",
+        precision=PRECISION,
     )
     seconds, _ = client.time()
     client.hset(protocol.worker_key(settings.POOL, WORKER), "m", beat.encode())
@@ -130,7 +134,8 @@ def test_base_model_is_switched_off(operator: User, base_model: BaseModel, acme:
 
 def test_worker_is_told_to_drain(operator: User, pool: Any) -> None:
     client = as_user(operator)
-    assert WORKER in [row["id"] for row in client.get("/ops/v1/workers").json()["data"]]
+    rows = {row["id"]: row for row in client.get("/ops/v1/workers").json()["data"]}
+    assert rows[WORKER]["precision"] == PRECISION
     assert client.post(f"/ops/v1/workers/{WORKER}/drain").status_code == 202
     ((_, fields),) = pool.xrange(protocol.control_key(settings.POOL, WORKER))
     order = protocol.ControlMessage.decode(fields[protocol.PAYLOAD_FIELD])
