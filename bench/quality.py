@@ -54,6 +54,7 @@ PRECISIONS: dict[str, tuple[bool, dict[str, str]]] = {
     ),
 }  # fmt: skip
 GROUP = 32
+_KINDS = ("attention", "mlp", "kv")
 #: Chats of each tenant of the demo whose perplexity is computed.
 NUM_CHATS = 10
 MAX_TOKENS = 96
@@ -203,6 +204,21 @@ def compare(base: Path, texts: Texts, settings: dict[str, str], device: str) -> 
         kind: {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(each).items()}
         for kind, each in found.kinds.items()
     }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the rows of docs/models.md."""
+    lines = []
+    for row in report["precisions"]:
+        found = row["compared"]
+        each = found.get("all", {"kl": 0.0, "agreement": 1.0})
+        kinds = (f"{found[kind]['kl']:g}" if kind in found else "–" for kind in _KINDS)
+        lines.append(
+            f"| {row['precision']} | {row['base_perplexity']:.2f} | {row['answer_perplexity']:.4f} "
+            f"| {row['field_accuracy']:.1%} | {each['kl']:g} | {each['agreement']:.1%} "
+            f"| {' | '.join(kinds)} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:

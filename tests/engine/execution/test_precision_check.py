@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from transformers import AutoModelForCausalLM
 import engine.model.weights
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.config import ModelConfig
+from engine.model.weights import LINEARS, load_weights
 from engine.stats import Comparison, Precision
 from kernels.fp8 import Fp8Matrix, quantize_matrix
+from kernels.int4 import Int4Matrix
 from tests.engine.model import int4_bases
 from tests.engine.model.families import save_family
 from tests.engine.model.fp8_bases import keep_kv_in_fp8, make_fp8, save_checkpoint
@@ -128,3 +132,31 @@ def test_nan_is_a_large_difference(base: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_base_as_stored_is_not_compared(base: Path) -> None:
     assert report(base) == Precision(weights="float32", kv="float32")
+
+
+def test_four_bits_of_the_bench(base: Path, tmp_path: Path) -> None:
+    """`bench.quality` rounds each weight to the nearest of 16 steps, as the engine reads them."""
+    from bench.quality import GROUP, save_int4
+
+    # The tiny base's files hold fp32.
+    save_int4(base, tmp_path / "int4")
+    config = ModelConfig.from_folder(tmp_path / "int4")
+    stored = load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    read = load_weights(tmp_path / "int4", config, "cpu", torch.float32)
+    for before, after in zip(stored.layers, read.layers, strict=True):
+        for name in LINEARS:
+            wanted, matrix = getattr(before, name), getattr(after, name)
+            assert isinstance(matrix, Int4Matrix)
+            assert matrix.group == GROUP
+            step = matrix.scale.float().repeat_interleave(GROUP, dim=1)
+            error = (wanted - matrix.dense()).abs()
+            # The largest of a group may be cut off at 7 of 7.5 steps, and scales are rounded.
+            assert (error <= step * 0.55).all()
+
+
+def test_the_documented_costs_are_the_measured_ones() -> None:
+    from bench.quality import PRECISIONS, RESULTS, table
+
+    report = json.loads((RESULTS / "quality-cpu.json").read_text())
+    assert [row["precision"] for row in report["precisions"]] == list(PRECISIONS)
+    assert table(report) in (RESULTS.parent.parent / "docs" / "models.md").read_text()
