@@ -48,10 +48,6 @@ PRECISIONS: dict[str, tuple[bool, dict[str, str]]] = {
     "fp8": (False, {"base_precision": "fp8"}),
     "int4": (True, {}),
     "fp8 kv": (False, {"kv_precision": "fp8"}),
-    "fp8, fp8 kv": (False, {"base_precision": "fp8", "kv_precision": "fp8"}),
-    "fp8, fp8 kv, fp8 adapters": (
-        False, {"base_precision": "fp8", "kv_precision": "fp8", "adapter_precision": "fp8"},
-    ),
 }  # fmt: skip
 GROUP = 32
 _KINDS = ("attention", "mlp", "kv")
@@ -189,11 +185,10 @@ def perplexity(
 
 def compare(base: Path, texts: Texts, settings: dict[str, str], device: str) -> dict[str, Any]:
     """Return what a worker reports at load, on the chats."""
-    given = {name: value for name, value in settings.items() if name != "adapter_precision"}
     prompts = tuple(map(tuple, texts.chats))
-    config = EngineConfig(model_dir=base, device=device, precision_prompts=prompts, **given)  # type: ignore[arg-type]
+    config = EngineConfig(model_dir=base, device=device, precision_prompts=prompts, **settings)  # type: ignore[arg-type]
     model = ModelConfig.from_folder(base)
-    if not given and model.scheme is None:
+    if not settings and model.scheme is None:
         return {}
     dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
     check = PrecisionCheck(config, model, dtype)

@@ -13,8 +13,10 @@ from django.test import Client
 from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import BaseModel
+from controlplane.aliases.resolution import models_list
 from controlplane.errors import PermissionDenied
 from controlplane.events.audit.models import AuditEvent
+from controlplane.gateway import models as served_models
 from controlplane.queue.models import DeadLetter
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, idempotency
@@ -269,3 +271,21 @@ def test_a_dead_letter_runs_once_though_its_answer_is_lost(
     finally:
         queue.delete(*queue.keys("*letters*"))
         queue.close()
+
+
+def test_tenants_see_which_precision_answers(
+    base_model: BaseModel, acme: Party, pool: Any, settings: Any
+) -> None:
+    def told() -> list[Any]:
+        with tenant_scope(acme.tenant.id):
+            found = models_list()
+        return [
+            served_models.ServedModelSerializer(model, context=served_models._context()).data[
+                "precision"
+            ]
+            for model in found
+        ]
+
+    assert told() == [[PRECISION]]
+    settings.REDIS_URL = "redis://127.0.0.1:1/0"
+    assert told() == [[]]
