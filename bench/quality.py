@@ -206,12 +206,12 @@ def table(report: dict[str, Any]) -> str:
     lines = []
     for row in report["precisions"]:
         found = row["compared"]
-        each = found.get("all", {"kl": 0.0, "agreement": 1.0})
-        kinds = (f"{found[kind]['kl']:g}" if kind in found else "–" for kind in _KINDS)
+        kinds = [found.get(kind, {"kl": 0.0})["kl"] for kind in ("all", *_KINDS)]
+        kl, *own = (f"{each:g}" if each else "–" for each in kinds)
+        agreement = f"{found['all']['agreement']:.1%}" if kinds[0] else "–"
         lines.append(
             f"| {row['precision']} | {row['base_perplexity']:.2f} | {row['answer_perplexity']:.4f} "
-            f"| {row['field_accuracy']:.1%} | {each['kl']:g} | {each['agreement']:.1%} "
-            f"| {' | '.join(kinds)} |"
+            f"| {row['field_accuracy']:.1%} | {kl} | {agreement} | {' | '.join(own)} |"
         )
     return "\n".join(lines)
 

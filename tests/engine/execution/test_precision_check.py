@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_family(tmp_path_factory.mktemp("family"), "llama-biases")
 
 
-def report(folder: Path, **given: str) -> Precision:
+def report(folder: Path, **given: Any) -> Precision:
     config = EngineConfig(
         model_dir=folder, arena_bytes=1 << 22, max_running=2, precision_prompts=PROMPTS, **given
     )
