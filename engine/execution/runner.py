@@ -116,11 +116,7 @@ class ModelRunner:
         self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         self._rope = RopeTables(
-            model.head_dim,
-            model.rope_theta,
-            model.rope_scaling,
-            max_positions,
-            weights.norm.device,
+            model.head_dim, model.rope_theta, model.rope_scaling, max_positions, weights.norm.device
         )
         if config.is_cpu:
             keep_freed_memory()
