@@ -323,6 +323,9 @@ if PROBE not in ("require", "try", "off"):
     raise ImproperlyConfigured("LORIKEET_PROBE must be require, try or off")
 PROBE_WAIT_S = env_number("LORIKEET_PROBE_WAIT_S", 120.0)
 
+#: KL in nats per token from the base before it was quantised, above which the doctor warns.
+PRECISION_MAX_KL = env_number("LORIKEET_PRECISION_MAX_KL", 0.1)
+
 #: Seconds in which new workers should finish the waiting requests; lower: more workers.
 TARGET_WAIT_S = env_number("LORIKEET_TARGET_WAIT_S", 10.0, 0.01)
 #: Seconds for which a promotion waits until all workers have loaded the version; at most 10.

@@ -27,6 +27,9 @@ class EngineConfig:
                           `dtype`
     adapter_precision     "fp8": adapters' matrices are kept in E4M3 with a scale each, in half of
                           the memory; None: in `dtype`
+    precision_prompts     token ids of prompts on which a quantised base, and keys and values, are
+                          compared with the base as it was while it is loaded
+                          (`EngineStats.precision`); empty: they are not
     arena_bytes           memory of the page arena (docs/memory.md), KV and adapters together;
                           None: on a CPU 1 GiB, on a GPU what weights, graphs and the widest step
                           leave free, measured when the engine starts
@@ -70,6 +73,7 @@ class EngineConfig:
     base_precision: str | None = None
     kv_precision: str | None = None
     adapter_precision: str | None = None
+    precision_prompts: tuple[tuple[int, ...], ...] = ()
     arena_bytes: int | None = None
     reserved_share: float = 0.0
     max_adapter_bytes: int | None = None

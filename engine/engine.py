@@ -313,6 +313,7 @@ class Engine:
             step_seconds=self._step_counts.seconds.copy(),
             adapter_loads=self._store.load_counts,
             drafts=self._speculation.read_counts(),
+            precision=self._runner.precision,
             uses_draft_heads=self._runner.draft_heads is not None,
         )
 

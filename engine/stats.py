@@ -102,6 +102,38 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How far logits are from the reference's.
+
+    kl           Kullback-Leibler divergence in nats per token, of these from the reference
+    agreement    share of tokens after which both find the same token the likeliest
+    logit_error  the largest difference of two logits
+    """
+
+    kl: float
+    agreement: float
+    logit_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The precision in which an engine serves, and what it changes.
+
+    weights        of the base's linears: "fp8", "int4", "bfloat16", "float32"
+    kv             of keys and values: "fp8" or as for weights
+    compared_with  "checkpoint": with its weights dequantised; else the type of the weights before
+                   they were quantised; empty: nothing was compared
+    kinds          "all", and "attention", "mlp", "kv": only this kind quantised
+    """
+
+    weights: str = ""
+    kv: str = ""
+    compared_with: str = ""
+    num_tokens: int = 0
+    kinds: Mapping[str, Comparison] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The state of an engine between two steps.
 
@@ -124,6 +156,7 @@ class EngineStats:
     step_seconds        time of each step so far
     adapter_loads       loads so far by tier: "host" memory, from files, and "arena", from there
     drafts              drafted tokens so far by source; empty if the engine drafts none
+    precision           of weights, keys and values
     uses_draft_heads    whether adapters' draft heads are used; if not, they take no pages
     """
 
@@ -150,6 +183,7 @@ class EngineStats:
     step_seconds: Distribution | None = None
     adapter_loads: Mapping[str, LoadCounts] = field(default_factory=dict)
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+    precision: Precision = field(default_factory=Precision)
     uses_draft_heads: bool = False
 
     @property

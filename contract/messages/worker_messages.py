@@ -88,6 +88,9 @@ class Heartbeat(Message):
     draining: bool = False
     loading: bool = False  # the engine is not ready, and nothing is pulled yet
     started_at: float = 0.0
+    # {"weights", "kv", "compared_with", "num_tokens", "kinds": {kind: {"kl", "agreement",
+    # "logit_error"}}}: engine.stats.Precision, without what is empty
+    precision: dict[str, Any] | None = None
     # actions of `Control` that it understands
     controls: tuple[str, ...] = ()
 

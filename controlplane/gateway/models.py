@@ -19,11 +19,13 @@ from controlplane.adapters.resolution import ResolvedModel
 from controlplane.adapters.services import model_delete
 from controlplane.aliases.protection import check_no_alias
 from controlplane.aliases.resolution import models_list
+from controlplane.errors import Unavailable
 from controlplane.gateway.door import GatewayRequest
 from controlplane.gateway.rest.fields import Constant
 from controlplane.gateway.row_views import GatewayAPIView
 from controlplane.inference import access
 from controlplane.inference.model_selector import ModelSelector
+from controlplane.queue.workers import precisions, workers
 from controlplane.tenancy import epochs
 from controlplane.tenancy.lookup import Lookup
 from controlplane.tenants.auth import Permission
@@ -51,6 +53,10 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
     max_model_len = serializers.IntegerField(
         source="base_model.context_length", help_text="Tokens of its context."
     )
+    precision = serializers.SerializerMethodField(
+        help_text="Of the base's `weights` and of keys and values (`kv`), on the workers that are "
+        "ready, each once: as `fp8`, `int4`, `bfloat16`."
+    )
     version = serializers.SerializerMethodField(help_text="Of the adapter; null for a blend.")
     deprecated_at = serializers.DateTimeField(
         allow_null=True, help_text="Its version is deprecated since then; it answers as before."
@@ -66,6 +72,10 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
     def get_parent(self, model: ResolvedModel) -> str | None:
         return None if model.is_base else model.base_model.name
 
+    def get_precision(self, model: ResolvedModel) -> list[dict[str, str]]:
+        found: dict[str, list[dict[str, str]]] = self.context.get("precisions", {})
+        return found.get(model.base_model.name, [])
+
     def get_version(self, model: ResolvedModel) -> int | None:
         return None if model.version is None else model.version.number
 
@@ -73,6 +83,14 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
 class ModelListSerializer(serializers.Serializer[Any]):
     object = Constant("list")
     data = ServedModelSerializer(many=True)  # type: ignore[assignment]
+
+
+def _context() -> dict[str, Any]:
+    """Return what workers tell of themselves; nothing while Redis is away."""
+    try:
+        return {"precisions": precisions(workers())}
+    except Unavailable:
+        return {}
 
 
 class ModelDeletedSerializer(serializers.Serializer[Any]):
@@ -112,7 +130,7 @@ class ModelsView(_ReadAwayView):
     def get(self, request: Request) -> Response:
         """List the models that the key may use."""
         models = [model for model in models_list() if access.may_name(self.principal, model.name)]
-        return Response(ModelListSerializer({"data": models}).data)
+        return Response(ModelListSerializer({"data": models}, context=_context()).data)
 
 
 class ModelView(_ReadAwayView):
@@ -122,7 +140,7 @@ class ModelView(_ReadAwayView):
     def get(self, request: Request, name: str) -> Response:
         """Return one model."""
         caller = access.resolve_now(self.principal, ModelSelector.model(name))
-        return Response(ServedModelSerializer(caller.model.models[0]).data)
+        return Response(ServedModelSerializer(caller.model.models[0], context=_context()).data)
 
     @extend_schema("gateway_model_delete", responses={200: ModelDeletedSerializer})
     def delete(self, request: Request, name: str) -> Response:

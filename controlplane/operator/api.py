@@ -109,6 +109,10 @@ class WorkerSerializer(serializers.Serializer[Any]):
     running = serializers.IntegerField(source="heartbeat.running")
     waiting = serializers.IntegerField(source="heartbeat.waiting")
     tokens_per_s = serializers.FloatField(source="heartbeat.tokens_per_s")
+    precision = serializers.JSONField(
+        source="heartbeat.precision",
+        help_text="Of the base's weights, keys and values, and what it changes: docs/models.md.",
+    )
     silent_s = serializers.FloatField(help_text="Seconds since its last heartbeat.")
 
 

@@ -77,6 +77,20 @@ def read_statuses(
     return statuses
 
 
+def precisions(workers: Iterable[WorkerStatus]) -> dict[str, list[dict[str, str]]]:
+    """Return by base model in which precisions its workers answer: {"weights", "kv"} of each."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for worker in workers:
+        told = worker.heartbeat.precision
+        if worker.is_ready and told:
+            pair = told.get("weights", ""), told.get("kv", "")
+            found.setdefault(worker.heartbeat.base_model, set()).add(pair)
+    return {
+        name: [{"weights": weights, "kv": kv} for weights, kv in sorted(pairs)]
+        for name, pairs in found.items()
+    }
+
+
 def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
     """Return whether a worker takes the base model's requests, or is probably restarting."""
     return any(

@@ -211,15 +211,20 @@ class DecoderLayer:
     """Attention and MLP of one layer, each behind its norm."""
 
     def __init__(
-        self, config: ModelConfig, index: int, weights: LayerWeights, may_pack: bool = True
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: LayerWeights,
+        may_pack: bool = True,
+        linear: type[Linear] = Linear,
     ) -> None:
         self._config, self._index = config, index
         self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        linear = functools.partial(Linear, may_pack=may_pack, dtype=weights.input_norm.dtype)
-        self._qkv = linear(weights.qkv, weights.qkv_bias)
-        self._o = linear(weights.o, weights.o_bias)
-        self._gate_up = linear(weights.gate_up, weights.gate_up_bias)
-        self._down = linear(weights.down, weights.down_bias)
+        make = functools.partial(linear, may_pack=may_pack, dtype=weights.input_norm.dtype)
+        self._qkv = make(weights.qkv, weights.qkv_bias)
+        self._o = make(weights.o, weights.o_bias)
+        self._gate_up = make(weights.gate_up, weights.gate_up_bias)
+        self._down = make(weights.down, weights.down_bias)
         self._qk_norm: torch.Tensor | None = None  # [H + K, D]
         if weights.qk_norm is not None:
             q_norm, k_norm = weights.qk_norm

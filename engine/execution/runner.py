@@ -27,14 +27,16 @@ from engine.execution.in_flight import InFlightStep
 from engine.execution.lora_inputs import MAX_ENTRIES
 from engine.execution.lora_table import EntryBuffers
 from engine.execution.mask_uploads import Masks
+from engine.execution.precision_check import PrecisionCheck, precision_of
 from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.rope import RopeTables
-from engine.model.weights import Weights, load_weights, quantized
+from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
 from engine.sequence import Step
+from engine.stats import Precision
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.kv_pages import PageLayout
@@ -52,6 +54,7 @@ class ModelRunner:
     base     the weights one by one, for adapters that depend on them
     weights  given, nothing is read from the model folder
 
+    precision      of the weights, keys and values, and what it changes
     entry_buffers  where the adapters' table stays from one step to the next
     draft_heads    None: those of adapters are not used, as without speculation
     weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
@@ -61,6 +64,7 @@ class ModelRunner:
         self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
     ) -> None:
         """Load the model. Raises UnsupportedModel, OutOfMemory, ValueError for the arena's size."""
+        self.precision = Precision()
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
@@ -78,7 +82,7 @@ class ModelRunner:
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
-        layout, weights = _load(config, model, weights, dtype)
+        layout, weights, self.precision = _load(config, model, weights, dtype)
         self._layout = layout
         self.weights = weights if config.lends_weights else None
         make_gpu = functools.partial(
@@ -222,23 +226,36 @@ class ModelRunner:
 
 def _load(
     config: EngineConfig, model: ModelConfig, given: Weights | None, dtype: torch.dtype
-) -> tuple[PageLayout, Weights]:
-    """Return the pages' layout, which has the weights' scales for keys and values, and these."""
+) -> tuple[PageLayout, Weights, Precision]:
+    """Return the pages' layout with the scales of keys and values, the weights, and a report."""
     layout = config.page_layout(model)
-    weights = _weights(config, model, given, dtype)
-    return replace(layout, scales=weights.kv_scales) if layout.is_fp8 else layout, weights
+    weights, precision = _weights(config, model, given, dtype)
+    if layout.is_fp8:
+        layout = replace(layout, scales=weights.kv_scales)
+    return layout, weights, precision
 
 
 def _weights(
     config: EngineConfig, model: ModelConfig, given: Weights | None, dtype: torch.dtype
-) -> Weights:
+) -> tuple[Weights, Precision]:
     """Return the given weights, or those of the model folder, in the precision of the config."""
     in_fp8 = config.base_precision == "fp8"
+    is_quantized = in_fp8 or model.scheme is not None or config.kv_precision == "fp8"
+    check = None
+    if is_quantized and config.precision_prompts:
+        check = PrecisionCheck(config, model, dtype)
     if given is None:
-        return load_weights(config.model_dir, model, config.device, dtype, in_fp8=in_fp8)
-    if in_fp8:
-        return replace(given, layers=tuple(map(quantized, given.layers)))
-    return given
+        weights = load_weights(
+            config.model_dir, model, config.device, dtype, in_fp8=in_fp8, watch=check
+        )
+    else:
+        layers = as_served(
+            given.embedding, given.layers, given.kv_scales, in_fp8=in_fp8, watch=check
+        )
+        weights = replace(given, layers=layers)
+    if check is None:
+        return weights, precision_of(config, model)
+    return weights, check.finish(weights.norm, weights.lm_head)
 
 
 def _chosen_on_device(step: Step, tokens: Tokens, masks: Masks | None) -> InFlightStep:

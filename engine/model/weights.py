@@ -11,6 +11,7 @@ embedding, the last matrix, biases and norms never are.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A weight [out, in].
 Matrix = torch.Tensor | Fp8Matrix | Int4Matrix
+#: Each layer's (scale of keys, scale of values) in FP8; empty: all are 1.
+KvScales = tuple[tuple[float, float], ...]
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +74,16 @@ class Weights:
     norm: torch.Tensor  # [E]
     lm_head: torch.Tensor  # [V, E]; the embedding's own tensor when they are tied
     may_pack: bool = True
-    kv_scales: tuple[tuple[float, float], ...] = ()
+    kv_scales: KvScales = ()
+
+
+class Watch(Protocol):
+    """Sees the weights while they are loaded, so that not all have to be there twice."""
+
+    def begin(self, embedding: torch.Tensor, kv_scales: KvScales) -> None: ...
+
+    def follow(self, before: LayerWeights, after: LayerWeights) -> None:
+        """See the next layer as it was read, and as it is served."""
 
 
 class TensorSource(Protocol):
@@ -258,7 +270,13 @@ def _stacked(parts: list[Any]) -> Fp8Matrix | Int4Matrix:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, device: str, dtype: torch.dtype, *, in_fp8: bool = False
+    folder: Path,
+    config: ModelConfig,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    in_fp8: bool = False,
+    watch: Watch | None = None,
 ) -> Weights:
     """Read the safetensors of `folder`; raise UnsupportedModel naming what does not fit.
 
@@ -266,29 +284,57 @@ def load_weights(
 
     in_fp8  quantise linears that the checkpoint does not have in FP8
     """
-    for place in ("meta", device):
+    for place, seen in (("meta", None), (device, watch)):
         checkpoint = _Checkpoint(folder, config.scheme, place, dtype)
         scales = checkpoint.kv_scales(config.num_layers)
-        weights = build_weights(checkpoint, config, in_fp8=in_fp8)
-    return replace(weights, kv_scales=scales)
+        weights = build_weights(checkpoint, config, in_fp8=in_fp8, kv_scales=scales, watch=seen)
+    return weights
 
 
 def build_weights(
-    checkpoint: TensorSource, config: ModelConfig, *, may_pack: bool = True, in_fp8: bool = False
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    *,
+    may_pack: bool = True,
+    in_fp8: bool = False,
+    kv_scales: KvScales = (),
+    watch: Watch | None = None,
 ) -> Weights:
     """Build the decoder's weights; raise UnsupportedModel naming a tensor that does not fit."""
     hidden = config.hidden_size
     embedding, lm_head = _load_ends(checkpoint, config)
-    layers = []
-    for index in range(config.num_layers):
-        layer = _load_layer(checkpoint, config, index)
-        layers.append(quantized(layer) if in_fp8 else layer)
+    loaded = (_load_layer(checkpoint, config, index) for index in range(config.num_layers))
+    layers = as_served(embedding, loaded, kv_scales, in_fp8=in_fp8, watch=watch)
     norm = checkpoint.load("model.norm.weight", hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
     return Weights(
-        embedding=embedding, layers=tuple(layers), norm=norm, lm_head=lm_head, may_pack=may_pack
+        embedding=embedding,
+        layers=layers,
+        norm=norm,
+        lm_head=lm_head,
+        may_pack=may_pack,
+        kv_scales=kv_scales,
     )
+
+
+def as_served(
+    embedding: torch.Tensor,
+    layers: Iterable[LayerWeights],
+    kv_scales: KvScales,
+    *,
+    in_fp8: bool,
+    watch: Watch | None,
+) -> tuple[LayerWeights, ...]:
+    """Return the layers, quantised if they shall be; show each to `watch`."""
+    if watch is not None:
+        watch.begin(embedding, kv_scales)
+    served = []
+    for layer in layers:
+        served.append(quantized(layer) if in_fp8 else layer)
+        if watch is not None:
+            watch.follow(layer, served[-1])
+    return tuple(served)
 
 
 def quantized(layer: LayerWeights) -> LayerWeights:

@@ -37,6 +37,7 @@ from worker.engine_process.channel import (
     Unregister,
 )
 from worker.engine_process.parent_death import die_with_parent
+from worker.engine_process.precision import describe, precision_prompts
 from worker.logs import adopt_libraries, configure_logs
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
         "base_precision": config.base_precision,
         "kv_precision": config.kv_precision,
         "adapter_precision": config.adapter_precision,
+        "precision_prompts": precision_prompts(config.model_dir),
         "arena_bytes": config.arena_bytes,
         "reserved_share": config.reserved_share,
         "max_running": config.max_running,
@@ -117,7 +119,7 @@ def create_engine(config: WorkerConfig) -> EngineLike:
     def digest_of(config_text: bytes, tensors_sha256: str) -> str:
         return adapter_digest_of(json.loads(config_text), tensors_sha256, config.base_revision)
 
-    return Engine(  # type: ignore[no-any-return]
+    engine: EngineLike = Engine(
         EngineConfig(
             model_dir=config.model_dir,
             device=config.device,
@@ -125,6 +127,9 @@ def create_engine(config: WorkerConfig) -> EngineLike:
         ),
         digest_of=digest_of,
     )
+    if said := describe(engine.stats().precision):
+        log.info("%s", said)
+    return engine
 
 
 def make_host(engine: Any, loop: EngineProcess, config: WorkerConfig) -> HostLike:

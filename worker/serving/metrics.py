@@ -36,7 +36,14 @@ from contract.messages.protocol import (
     Tier,
 )
 from engine.drafts.profile import Source
-from engine.stats import Distribution, DraftCounts, EngineStats, LoadCounts, PreemptionCause
+from engine.stats import (
+    Distribution,
+    DraftCounts,
+    EngineStats,
+    LoadCounts,
+    Precision,
+    PreemptionCause,
+)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -230,10 +237,22 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         drafts.add_metric([source.value, "accepted"], counts.accepted)
         drafts.add_metric([source.value, "rejected"], counts.drafted - counts.accepted)
     yield drafts
+    yield from _of_precision(stats.precision)
     if stats.step_rows is not None:
         yield _histogram("engine_step_rows", "Rows of a step.", stats.step_rows)
     if stats.step_seconds is not None:
         yield _histogram("engine_step_seconds", "Time of a step.", stats.step_seconds)
+
+
+def _of_precision(precision: Precision) -> Iterator[Metric]:
+    kl = _labelled("precision_kl", "Nats per token from the base before it was quantised.", "kind")
+    agreement = _labelled("precision_agreement", "Share of tokens with the same likeliest.", "kind")
+    error = _labelled("precision_logit_error", "The largest difference of two logits.", "kind")
+    for kind, found in precision.kinds.items():
+        kl.add_metric([kind], found.kl)
+        agreement.add_metric([kind], found.agreement)
+        error.add_metric([kind], found.logit_error)
+    yield from (kl, agreement, error)
 
 
 def _pages(stats: EngineStats) -> Metric:

@@ -29,6 +29,7 @@ from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.link import EngineLink
+from worker.engine_process.precision import tell
 from worker.serving.adapter_cache import Fetch, S3Fetch
 from worker.serving.drain import Drain
 from worker.serving.metrics import WorkerMetrics, WorkerState
@@ -381,6 +382,7 @@ class Worker:
             draining=self._drains.is_on,
             loading=not self._is_loaded.is_set(),
             started_at=self._started_at,
+            precision=tell(stats.precision) or None,
             controls=tuple(control.value for control in Control),
         )
 

@@ -7,6 +7,10 @@ a wrong scale in bf16, where a single value could hide it.
 
 The base alone is compared, too: if it differs, the worker or the inspector has another base model,
 and the probe says nothing about the adapter.
+
+A worker with a quantised base, or quantised keys and values, computes something else than PEFT even
+without an adapter. How far its values are off without one then widens the tolerance of those with
+one, and only a base that is another model's counts as different.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ class Tolerance:
 #: 0.49 at most, 0.08 in root mean square.
 FP32 = Tolerance(0.02, 0.002)
 BF16 = Tolerance(0.75, 0.03)
+#: Nats per token by which a quantised base may be from PEFT's; one further away is another model.
+_OTHER_MODEL = 1.0
 #: Allowed distance of the strength from 1, beyond what the base's differences explain.
 STRENGTH = 0.2
 #: Number of standard errors of the strength that count as noise.
@@ -60,6 +66,8 @@ class Verdict:
 
     problem       how the adapter's values differ; "": they agree
     base_problem  how the base's values differ, which says nothing about the adapter; "": they agree
+    nats          what a token of the prompts is less likely on the worker than by PEFT, on average
+    base_nats     the same without the adapter
     strength      c above; None: the adapter changes too little to say
     """
 
@@ -68,6 +76,8 @@ class Verdict:
     tolerance: Tolerance
     max_difference: float
     base_max_difference: float
+    nats: float
+    base_nats: float
     strength: float | None
     num_values: int
 
@@ -84,9 +94,18 @@ def compare(
     base_reference: Scores,
     base_served: Scores,
     tolerance: Tolerance,
+    is_quantized: bool = False,
 ) -> Verdict:
     """Compare the scores of the same prompts, by PEFT and by a worker, with and without adapter."""
-    base_problem = _first_difference(base_reference, base_served, tolerance)
+    base_nats = _nats(base_reference, base_served)
+    if is_quantized:
+        noise = _largest(base_reference, base_served)
+        tolerance = Tolerance(tolerance.absolute + 2 * noise, tolerance.relative)
+        # Written so that NaN counts as a difference.
+        is_near = abs(base_nats) <= _OTHER_MODEL
+        base_problem = "" if is_near else f"a token is {base_nats:.2f} nats less likely on it"
+    else:
+        base_problem = _first_difference(base_reference, base_served, tolerance)
     strength, allowed = _strength(reference, served, base_reference, base_served)
     problem = _first_difference(reference, served, tolerance)
     if not problem and strength is not None and abs(strength - 1) > allowed:
@@ -100,6 +119,8 @@ def compare(
         tolerance=tolerance,
         max_difference=_largest(reference, served),
         base_max_difference=_largest(base_reference, base_served),
+        nats=_nats(reference, served),
+        base_nats=base_nats,
         strength=strength,
         num_values=len(reference.values()),
     )
@@ -108,6 +129,11 @@ def compare(
 def _largest(reference: Scores, served: Scores) -> float:
     pairs = zip(reference.values(), served.values(), strict=True)
     return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def _nats(reference: Scores, served: Scores) -> float:
+    pairs = list(zip(reference.values(), served.values(), strict=True))
+    return sum(a - b for a, b in pairs) / max(1, len(pairs))
 
 
 def _first_difference(reference: Scores, served: Scores, tolerance: Tolerance) -> str:

@@ -220,6 +220,9 @@ def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -
         base_reference=wanted_base,
         base_served=base.scores,
         tolerance=tolerance_for(reference["dtype"], served_dtype),
+        is_quantized=any(
+            name in ("fp8", "int4") for each in served.precisions for name in each.values()
+        ),
     )
     if verdict.base_problem:
         raise NotRun(f"The worker's base model is not the inspector's: {verdict.base_problem}")
@@ -253,6 +256,9 @@ def _summary(
         "base_max_difference": round(verdict.base_max_difference, 5),
         "tolerance": verdict.tolerance.absolute,
         "relative_tolerance": verdict.tolerance.relative,
+        "precisions": served.precisions,
+        "nats": round(verdict.nats, 5),
+        "base_nats": round(verdict.base_nats, 5),
         "strength": None if verdict.strength is None else round(verdict.strength, 3),
         "load_ms": round(served.load_ms, 1),
         **({"device_bytes": served.device_bytes} if served.device_bytes else {}),

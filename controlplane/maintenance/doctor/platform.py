@@ -19,6 +19,12 @@ from controlplane.queue.workers import workers
 _MIN_SECRET = 32
 #: Silence after which a process counts as dead.
 _SILENT_S = 90.0
+#: What can be done about a kind of `engine.stats.Precision.kinds`.
+_PRECISION_OF = {
+    "attention": "of the attention's matrices: try another LORIKEET_BASE_PRECISION or checkpoint",
+    "mlp": "of the MLP's matrices: try another LORIKEET_BASE_PRECISION or checkpoint",
+    "kv": "of keys and values: try LORIKEET_KV_PRECISION=auto",
+}
 #: The services of docker-compose.yml that take each of Celery's queues.
 _QUEUES = {"ingest": "celery", "ops": "celery", "train": "trainer"}
 
@@ -69,6 +75,34 @@ def pool() -> Iterator[Finding]:
                 "start one (`docker compose up worker`), and read the last lines of its log: it "
                 "ends with status 2 and a reason when it has no GPU or its folder is no model",
             )
+
+
+def precision() -> Iterator[Finding]:
+    """Check what quantisation changes in the answers of this pool's workers."""
+    most = settings.PRECISION_MAX_KL
+    for worker in workers():
+        beat = worker.heartbeat
+        found = beat.precision or {}
+        kinds = found.get("kinds", {})
+        if not worker.is_alive or "all" not in kinds:
+            continue
+        parts = "; ".join(
+            f"{kind} KL {each['kl']:g}, top-1 {each['agreement']:.1%}, "
+            f"logit error {each['logit_error']:g}"
+            for kind, each in kinds.items()
+        )
+        said = (
+            f"{beat.worker_id}, {beat.base_model} in {found['weights']}, KV {found['kv']}, beside "
+            f"{found['compared_with']}: {parts}"
+        )
+        if kinds["all"]["kl"] <= most:
+            yield ok(said)
+            continue
+        worst = max((kind for kind in kinds if kind != "all"), key=lambda kind: kinds[kind]["kl"])
+        yield warning(
+            f"{said}; LORIKEET_PRECISION_MAX_KL is {most:g}",
+            f"most of it is {_PRECISION_OF[worst]}",
+        )
 
 
 def processes() -> Iterator[Finding]:

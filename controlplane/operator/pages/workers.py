@@ -37,6 +37,7 @@ class Line:
     pages: int
     adapters: str
     tokens_per_s: float
+    precision: dict[str, Any]
     step: int
     silent: str
     can_drain: bool
@@ -95,6 +96,7 @@ def groups() -> list[Group]:
 def live_pool(request: HttpRequest) -> HttpResponse:
     """Show the pool; the part that changes reloads itself."""
     context: dict[str, Any] = {"pool": settings.POOL, "groups": [], "problem": ""}
+    context["max_kl"] = settings.PRECISION_MAX_KL
     try:
         context["groups"] = groups()
     except Unavailable as error:
@@ -185,6 +187,7 @@ def _line(worker: WorkerStatus) -> Line:
         adapters=_adapters(beat.resident_digests),
         tokens_per_s=beat.tokens_per_s if worker.is_alive else 0.0,
         step=beat.step,
+        precision=beat.precision or {},
         silent=span(worker.silent_s),
         can_drain=worker.is_alive and not beat.draining,
         can_resume=worker.is_alive and beat.draining,

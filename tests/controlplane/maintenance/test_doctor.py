@@ -18,6 +18,7 @@ import requests
 from django.core import mail as outbox
 from django.db import connection
 
+from contract.messages import protocol
 from controlplane.adapters.models import BaseModel
 from controlplane.infra import storage
 from controlplane.infra.health import preflight
@@ -206,6 +207,47 @@ def test_models_and_workers_that_are_missing_are_named(
     found = messages(platform.processes())
     for name in ("accountant", "batch-runner", "beat"):
         assert f"{name} has not shown itself for a day -> see the log of {name}" in found
+
+
+def test_a_base_that_quantisation_changes_too_much_is_named(settings: Any) -> None:
+    settings.POOL = "quantised"
+    settings.PRECISION_MAX_KL = 0.1
+    kinds = {
+        "all": {"kl": 0.0999, "agreement": 0.91, "logit_error": 2.5},
+        "attention": {"kl": 0.01, "agreement": 0.99, "logit_error": 0.5},
+        "mlp": {"kl": 0.07, "agreement": 0.93, "logit_error": 2.25},
+        "kv": {"kl": 0.02, "agreement": 0.97, "logit_error": 1.0},
+    }
+    told = {"weights": "fp8", "kv": "fp8", "compared_with": "bfloat16", "kinds": kinds}
+    with servers._redis(settings.REDIS_URL) as client:
+
+        def beat(**fields: Any) -> None:
+            heartbeat = protocol.Heartbeat(
+                worker_id="w1", boot_id="b", pool="quantised", base_model="tiny",
+                base_revision="0" * 64, device="cpu", **fields,
+            )  # fmt: skip
+            client.hset(protocol.worker_key("quantised", "w1"), "m", heartbeat.encode())
+            client.zadd(protocol.workers_key("quantised"), {"w1": client.time()[0]})
+
+        try:
+            beat()
+            assert not list(platform.precision())
+            beat(precision=told)
+            [finding] = platform.precision()
+            assert finding.status == Status.OK
+            assert finding.message.startswith(
+                "w1, tiny in fp8, KV fp8, beside bfloat16: all KL 0.0999, top-1 91.0%, logit error "
+                "2.5; attention KL 0.01,"
+            )
+            kinds["all"]["kl"] = 0.11
+            beat(precision=told)
+            [finding] = platform.precision()
+            assert finding.status == Status.WARNING
+            assert "LORIKEET_PRECISION_MAX_KL is 0.1" in finding.message
+            assert "of the MLP's matrices" in finding.advice
+        finally:
+            client.delete(protocol.worker_key("quantised", "w1"))
+            client.delete(protocol.workers_key("quantised"))
 
 
 def test_a_wrong_or_weak_pepper_is_named(settings: Any, acme: Party) -> None:

@@ -13,8 +13,10 @@ from django.test import Client
 from contract.messages import protocol
 from contract.queue import fair_queue
 from controlplane.adapters.models import BaseModel
+from controlplane.aliases.resolution import models_list
 from controlplane.errors import PermissionDenied
 from controlplane.events.audit.models import AuditEvent
+from controlplane.gateway import models as served_models
 from controlplane.queue.models import DeadLetter
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants import auth, idempotency
@@ -50,6 +52,9 @@ def operator(db: None) -> User:
     return make_operator("ops@lorikeet.example")
 
 
+PRECISION = {"weights": "fp8", "kv": "bfloat16"}
+
+
 @pytest.fixture
 def pool() -> Any:
     client = redis.Redis.from_url(settings.REDIS_URL, protocol=2)
@@ -60,6 +65,7 @@ def pool() -> Any:
         base_model="tiny",
         base_revision="0" * 64,
         device="cpu",
+        precision=PRECISION,
     )
     seconds, _ = client.time()
     client.hset(protocol.worker_key(settings.POOL, WORKER), "m", beat.encode())
@@ -130,7 +136,8 @@ def test_base_model_is_switched_off(operator: User, base_model: BaseModel, acme:
 
 def test_worker_is_told_to_drain(operator: User, pool: Any) -> None:
     client = as_user(operator)
-    assert WORKER in [row["id"] for row in client.get("/ops/v1/workers").json()["data"]]
+    rows = {row["id"]: row for row in client.get("/ops/v1/workers").json()["data"]}
+    assert rows[WORKER]["precision"] == PRECISION
     assert client.post(f"/ops/v1/workers/{WORKER}/drain").status_code == 202
     ((_, fields),) = pool.xrange(protocol.control_key(settings.POOL, WORKER))
     order = protocol.ControlMessage.decode(fields[protocol.PAYLOAD_FIELD])
@@ -264,3 +271,21 @@ def test_a_dead_letter_runs_once_though_its_answer_is_lost(
     finally:
         queue.delete(*queue.keys("*letters*"))
         queue.close()
+
+
+def test_tenants_see_which_precision_answers(
+    base_model: BaseModel, acme: Party, pool: Any, settings: Any
+) -> None:
+    def told() -> list[Any]:
+        with tenant_scope(acme.tenant.id):
+            found = models_list()
+        return [
+            served_models.ServedModelSerializer(model, context=served_models._context()).data[
+                "precision"
+            ]
+            for model in found
+        ]
+
+    assert told() == [[PRECISION]]
+    settings.REDIS_URL = "redis://127.0.0.1:1/0"
+    assert told() == [[]]

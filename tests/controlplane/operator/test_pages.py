@@ -144,6 +144,18 @@ def test_live_pool_shows_workers_by_base_model(
     assert page.count("Drain<span") == 2  # neither the draining one nor the silent one
 
 
+def test_live_pool_shows_what_quantisation_changes(
+    operator: Client, base_model: BaseModel, pool: Any
+) -> None:
+    settings.PRECISION_MAX_KL = 0.25
+    figures = {"kl": 0.125, "agreement": 0.9, "logit_error": 2.0}
+    beat(pool, precision={"weights": "fp8", "kv": "fp8", "kinds": {"all": figures}})
+    beat(pool, "old")
+    page = shown(operator, "workers")
+    assert "<td>fp8, KV fp8 <small>KL 0.125 of 0.25</small>" in page
+    assert '<meter min="0" max="0.25" value="0.125" aria-label="KL of the most">' in page
+
+
 def test_live_part_is_a_part(operator: Client, base_model: BaseModel) -> None:
     for name in ("workers", "queues"):
         part = operator.get(reverse(f"admin:{name}"), headers={"HX-Request": "true"})

@@ -20,7 +20,9 @@ from engine.errors import ContextTooLong
 from engine.request import AdapterPart, FinishReason, Request, SamplingParams
 from tests.fakes import FakeEngine, fake_config
 from tests.messages import make_job
+from tests.tiny_base import write_tiny_base
 from worker.engine_process.channel import Cancel, Register, StepReport, Unregister
+from worker.engine_process.precision import tell
 from worker.engine_process.process import (
     EngineProcess,
     NoDevice,
@@ -28,6 +30,7 @@ from worker.engine_process.process import (
     to_engine_error,
 )
 from worker.serving.engine_commands import Prompt, to_requests
+from worker.serving.metrics import WorkerMetrics, WorkerState
 
 
 @dataclasses.dataclass
@@ -58,6 +61,24 @@ def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
     config = dataclasses.replace(config, device="cuda")
     with pytest.raises(NoDevice, match="LORIKEET_DEVICE is cuda, and there is no GPU"):
         create_engine(config)
+
+
+def test_a_quantised_base_is_compared_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = write_tiny_base(tmp_path / "tiny")
+    config = fake_config(tmp_path, worker_id="w", pool="p", redis_url="redis://nowhere")
+    given = {"model_dir": base, "base_precision": "fp8", "arena_bytes": 1 << 22}
+    with caplog.at_level("INFO"):
+        engine = create_engine(dataclasses.replace(config, device="cpu", **given))
+    precision = engine.stats().precision
+    told = tell(precision)
+    assert (told["weights"], told["kv"], told["compared_with"]) == ("fp8", "float32", "float32")
+    assert set(told["kinds"]) == {"all", "attention", "mlp"}
+    assert told["kinds"]["mlp"]["kl"] == float(f"{precision.kinds['mlp'].kl:.3g}") > 0
+    assert "base fp8, KV float32, compared with float32 on" in caplog.text
+    metrics = WorkerMetrics(lambda: WorkerState(stats=engine.stats())).text().decode()
+    assert f'lorikeet_precision_kl{{kind="all"}} {precision.kinds["all"].kl}' in metrics
 
 
 def add(request_id: str = "r1", *, adapters: tuple[str, ...] = (), **sampling: Any) -> Request:

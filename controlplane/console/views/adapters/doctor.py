@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.conf import settings
 from django.contrib import messages
 from django.http import HttpResponse
 from django.shortcuts import redirect, render
@@ -47,6 +48,7 @@ def doctor(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
         context |= {
             "heading": _HEADINGS[Status(inspection.status)],
             "probe": inspection.probe,
+            "max_kl": settings.PRECISION_MAX_KL,
             "summary": inspection.doctor.get("summary"),
             "findings": inspection.doctor.get("findings", []),
             "heat": doctor_charts.heat_map(modules),

@@ -62,6 +62,7 @@ def _checks(mail_to: str | None) -> list[Check]:
         ("clocks", servers.clocks),
         ("models", platform.base_models),
         ("workers", platform.pool),
+        ("precision", platform.precision),
         ("processes", platform.processes),
         ("celery", platform.celery),
         ("pepper", platform.pepper),

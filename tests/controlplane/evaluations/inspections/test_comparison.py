@@ -105,6 +105,40 @@ def test_another_base_is_not_the_adapters_fault() -> None:
     assert verdict.base_problem and not verdict.problem.startswith("prompt")
 
 
+def moved(given: Scores, change: float) -> Scores:
+    """Scores as a quantised base has them: each second one lower by `change`."""
+    return Scores(
+        logprobs=[
+            [value - change * (place % 2) for place, value in enumerate(prompt)]
+            for prompt in given.logprobs
+        ],
+        top=given.top,
+    )
+
+
+def test_a_quantised_base_widens_the_tolerance() -> None:
+    base, adapter = made(seed=1)
+
+    def judge(with_adapter: Scores, without: Scores, *, is_quantized: bool = True) -> Verdict:
+        return compare(
+            reference=scores(adapter),
+            served=with_adapter,
+            base_reference=scores(base),
+            base_served=without,
+            tolerance=FP32,
+            is_quantized=is_quantized,
+        )
+
+    near = judge(moved(scores(adapter), 0.4), moved(scores(base), 0.3))
+    assert not near.problem and not near.base_problem
+    assert near.nats == pytest.approx(0.2, abs=0.05)
+    assert near.base_nats == pytest.approx(0.15, abs=0.04)
+    assert judge(moved(scores(adapter), 0.4), moved(scores(base), 0.3), is_quantized=False).problem
+    far = judge(moved(scores(adapter), 3.0), moved(scores(base), 0.3))
+    assert far.problem.startswith("prompt")
+    assert "nats less likely" in judge(scores(adapter), moved(scores(base), 4.0)).base_problem
+
+
 def test_the_widest_dtype_decides() -> None:
     assert tolerance_for("float32", "float32") is FP32
     assert tolerance_for("float32", "bfloat16") is BF16
