@@ -33,8 +33,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 django.setup()
 
 from bench import gate_rows  # noqa: E402
-from bench.gate_base import write_base  # noqa: E402
-from bench.gate_rows import BAD, KINDS, Message, Row  # noqa: E402
+from bench.gate_rows import BAD, KINDS, Message, Row, write_base  # noqa: E402
 from bench.machine import environment, write_result  # noqa: E402
 from contract.training import chat_rows  # noqa: E402
 from controlplane.evaluations import checks, leakage  # noqa: E402

@@ -1,4 +1,4 @@
-"""What each precision costs a real base and a real adapter: the numbers, not the speed.
+"""Measure each precision on a real base and a real adapter: the numbers, not the speed.
 
     python -m bench.quality --base .cache/base/smollm2-135m-instruct [--adapter A] [--device cuda]
 

@@ -103,7 +103,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How far logits are from the reference's.
+    """The distance of logits from the reference's.
 
     kl           Kullback-Leibler divergence in nats per token, of these from the reference
     agreement    share of tokens after which both find the same token the likeliest

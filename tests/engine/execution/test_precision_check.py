@@ -104,6 +104,8 @@ def test_a_broken_matrix_is_seen(
     def quantize(weight: torch.Tensor) -> Fp8Matrix:
         nonlocal count
         matrix = quantize_matrix(weight)
+        if weight.is_meta:  # only shapes are checked
+            return matrix
         scale = matrix.scale * (-3 if count == broken else 1)
         count += 1
         return Fp8Matrix(matrix.numbers, scale)
