@@ -121,6 +121,7 @@ class Precision:
 
     weights        of the base's linears: "fp8", "int4", "bfloat16", "float32"
     kv             of keys and values: "fp8" or as for weights
+    adapters       of A and B of adapters: likewise
     compared_with  "checkpoint": with its weights dequantised; else the type of the weights before
                    they were quantised; empty: nothing was compared
     kinds          "all", and "attention", "mlp", "kv": only this kind quantised
@@ -128,6 +129,7 @@ class Precision:
 
     weights: str = ""
     kv: str = ""
+    adapters: str = ""
     compared_with: str = ""
     num_tokens: int = 0
     kinds: Mapping[str, Comparison] = field(default_factory=dict)

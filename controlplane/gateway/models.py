@@ -54,8 +54,8 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
         source="base_model.context_length", help_text="Tokens of its context."
     )
     precision = serializers.SerializerMethodField(
-        help_text="Of the base's `weights` and of keys and values (`kv`), on the workers that are "
-        "ready, each once: as `fp8`, `int4`, `bfloat16`."
+        help_text="Of the base's `weights`, of keys and values (`kv`) and of `adapters`, on the "
+        "workers that are ready, each once: as `fp8`, `int4`, `bfloat16`."
     )
     version = serializers.SerializerMethodField(help_text="Of the adapter; null for a blend.")
     deprecated_at = serializers.DateTimeField(
@@ -73,8 +73,8 @@ class ServedModelSerializer(serializers.Serializer[ResolvedModel]):
         return None if model.is_base else model.base_model.name
 
     def get_precision(self, model: ResolvedModel) -> list[dict[str, str]]:
-        found: dict[str, list[dict[str, str]]] = self.context.get("precisions", {})
-        return found.get(model.base_model.name, [])
+        beats = self.context.get("beats", ())
+        return precisions(beat for beat in beats if beat.base_model == model.base_model.name)
 
     def get_version(self, model: ResolvedModel) -> int | None:
         return None if model.version is None else model.version.number
@@ -86,9 +86,9 @@ class ModelListSerializer(serializers.Serializer[Any]):
 
 
 def _context() -> dict[str, Any]:
-    """Return what workers tell of themselves; nothing while Redis is away."""
+    """Return what workers that are ready tell of themselves; nothing while Redis is away."""
     try:
-        return {"precisions": precisions(workers())}
+        return {"beats": [worker.heartbeat for worker in workers() if worker.is_ready]}
     except Unavailable:
         return {}
 

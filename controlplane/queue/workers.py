@@ -77,18 +77,12 @@ def read_statuses(
     return statuses
 
 
-def precisions(workers: Iterable[WorkerStatus]) -> dict[str, list[dict[str, str]]]:
-    """Return by base model in which precisions its workers answer: {"weights", "kv"} of each."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for worker in workers:
-        told = worker.heartbeat.precision
-        if worker.is_ready and told:
-            pair = told.get("weights", ""), told.get("kv", "")
-            found.setdefault(worker.heartbeat.base_model, set()).add(pair)
-    return {
-        name: [{"weights": weights, "kv": kv} for weights, kv in sorted(pairs)]
-        for name, pairs in found.items()
-    }
+def precisions(beats: Iterable[Heartbeat]) -> list[dict[str, str]]:
+    """Return in which precisions the workers answer, each once: {"weights", "kv", "adapters"}."""
+    names = ("weights", "kv", "adapters")
+    told = (beat.precision for beat in beats if beat.precision)
+    found = {tuple(each.get(name, "") for name in names) for each in told}
+    return [dict(zip(names, values, strict=True)) for values in sorted(found)]
 
 
 def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:

@@ -47,7 +47,11 @@ def precision_of(config: EngineConfig, model: ModelConfig) -> Precision:
     else:
         is_fp8 = model.scheme is not None or config.base_precision == "fp8"
         weights = "fp8" if is_fp8 else config.dtype_name
-    return Precision(weights=weights, kv=config.kv_precision or config.dtype_name)
+    return Precision(
+        weights=weights,
+        kv=config.kv_precision or config.dtype_name,
+        adapters=config.adapter_precision or config.dtype_name,
+    )
 
 
 class PrecisionCheck:

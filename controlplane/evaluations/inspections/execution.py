@@ -221,8 +221,11 @@ def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -
         base_served=base.scores,
         tolerance=tolerance_for(reference["dtype"], served_dtype),
         is_quantized=any(
-            name in ("fp8", "int4") for each in served.precisions for name in each.values()
+            each[name] in ("fp8", "int4")
+            for each in served.precisions
+            for name in ("weights", "kv")
         ),
+        has_rounded_adapter=any(each["adapters"] == "fp8" for each in served.precisions),
     )
     if verdict.base_problem:
         raise NotRun(f"The worker's base model is not the inspector's: {verdict.base_problem}")

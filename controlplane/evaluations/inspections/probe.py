@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.adapters.inspection import PROBE_ENDPOINT, TOP
-from contract.messages.protocol import AdapterRef, GenerateJob, Heartbeat, Sampling, TokenEvent
+from contract.messages.protocol import AdapterRef, GenerateJob, Sampling, TokenEvent
 from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import Unavailable
 from controlplane.evaluations.inspections.comparison import Scores
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
+from controlplane.queue.workers import precisions
 from controlplane.tenancy.scoping import new_id
 
 #: Time limit of the answer to a probe.
@@ -33,7 +34,7 @@ class Served:
 
     workers       those of the base model: one of them answered
     devices       that these compute on
-    precisions    of their base's weights, keys and values: {"weights", "kv"}
+    precisions    see `controlplane.queue.workers.precisions`
     load_ms       time to load the adapter, from its files to the device; 0 if an old worker had it
     device_bytes  the adapter's memory on the device; None: the worker does not report it
     """
@@ -41,7 +42,7 @@ class Served:
     scores: Scores
     workers: tuple[str, ...]
     devices: tuple[str, ...]
-    precisions: tuple[dict[str, str], ...]
+    precisions: list[dict[str, str]]
     load_ms: float
     device_bytes: int | None
 
@@ -125,16 +126,10 @@ async def _answer(dispatcher: Dispatcher, job: GenerateJob) -> Served:
         scores=scores,
         workers=tuple(sorted(beat.worker_id for beat in beats)),
         devices=tuple(sorted({beat.device for beat in beats})),
-        precisions=_precisions(beats),
+        precisions=precisions(beats),
         load_ms=(last.load_ms or 0.0) + (last.adapter_load_ms or 0.0),
         device_bytes=last.adapter_bytes,
     )
-
-
-def _precisions(beats: Sequence[Heartbeat]) -> tuple[dict[str, str], ...]:
-    told = [beat.precision for beat in beats if beat.precision]
-    pairs = {(found.get("weights", ""), found.get("kv", "")) for found in told}
-    return tuple({"weights": weights, "kv": kv} for weights, kv in sorted(pairs))
 
 
 def _scores(prompts: list[tuple[dict[str, Any], ...]]) -> Scores:

@@ -72,6 +72,7 @@ def check(found: Comparison, wanted: torch.Tensor, got: torch.Tensor) -> None:
 def test_a_base_quantised_at_load(base: Path) -> None:
     found = report(base, base_precision="fp8", kv_precision="fp8")
     assert (found.weights, found.kv, found.compared_with) == ("fp8", "fp8", "float32")
+    assert found.adapters == "float32"
     assert found.num_tokens == sum(map(len, PROMPTS))
     wanted = hf_logits(base)
     assert set(found.kinds) == {"all", "attention", "mlp", "kv"}

@@ -139,6 +139,28 @@ def test_a_quantised_base_widens_the_tolerance() -> None:
     assert "nats less likely" in judge(scores(adapter), moved(scores(base), 4.0)).base_problem
 
 
+def test_an_adapter_in_fp8_may_be_off_by_a_share_of_what_it_changes() -> None:
+    base, adapter = made(seed=1)
+
+    def judge(by: float, *, has_rounded_adapter: bool = True) -> Verdict:
+        return compare(
+            reference=scores(adapter),
+            served=moved(scores(adapter), by),
+            base_reference=scores(base),
+            base_served=scores(base),
+            tolerance=FP32,
+            has_rounded_adapter=has_rounded_adapter,
+        )
+
+    change = judge(0.0).tolerance.absolute - FP32.absolute
+    pairs = zip(scores(adapter).values(), scores(base).values(), strict=True)
+    largest = max(abs(a - b) for a, b in pairs)
+    assert change == pytest.approx(largest / 10)
+    assert not judge(0.9 * change).problem
+    assert judge(0.9 * change, has_rounded_adapter=False).problem
+    assert judge(0.9 * change + 1).problem
+
+
 def test_the_widest_dtype_decides() -> None:
     assert tolerance_for("float32", "float32") is FP32
     assert tolerance_for("float32", "bfloat16") is BF16
