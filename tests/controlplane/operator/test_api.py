@@ -52,7 +52,7 @@ def operator(db: None) -> User:
     return make_operator("ops@lorikeet.example")
 
 
-PRECISION = {"weights": "fp8", "kv": "bfloat16"}
+PRECISION = {"weights": "fp8", "kv": "bfloat16", "adapters": "fp8"}
 
 
 @pytest.fixture

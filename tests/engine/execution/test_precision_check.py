@@ -135,7 +135,8 @@ def test_nan_is_a_large_difference(base: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_base_as_stored_is_not_compared(base: Path) -> None:
-    assert report(base) == Precision(weights="float32", kv="float32")
+    kinds = {"weights": "float32", "kv": "float32", "adapters": "float32"}
+    assert report(base) == Precision(**kinds)
 
 
 def test_four_bits_of_the_bench(base: Path, tmp_path: Path) -> None:
