@@ -75,7 +75,8 @@ def inspected(status: str = "agreed") -> AdapterVersion:
             **{"workers": ["worker-0"], "devices": ["cpu"], "dtype": "float32", "values": 100},
             **{"max_difference": 0.00012, "base_max_difference": 0.0001, "tolerance": 0.02},
             **{"relative_tolerance": 0.002, "strength": 1.0, "load_ms": 41.2},
-            "reference_dtype": "float32",
+            **{"reference_dtype": "float32", "nats": 0.0312, "base_nats": 0.0298},
+            "precisions": [{"weights": "fp8", "kv": "bfloat16", "adapters": "fp8"}],
         },
         compared=[{"token_ids": [1] * 26, "peft": row, "worker": row, "base": row} for row in peft],
         doctor={
@@ -105,6 +106,8 @@ def test_the_page_shows_the_report(acme: Party, base_model: BaseModel, status: s
     assert ("it is &lt;b&gt;other&lt;/b&gt;" in text) == (status == "mismatch")
     for shown in ("5.21%", "rank 8", "18.6\u00a0MB", "41 ms", "Rank 8 would do.", "layer 29"):
         assert shown in text, shown
+    assert '0.0312 nats a token <meter min="0" max="0.1" value="0.0312"' in text
+    assert "fp8, keys and values in bfloat16, adapters in fp8" in text
     assert text.count("<polyline") == len(NAMES)
     assert text.count('class="point"') == 100
     assert "Inspect again" not in text  # a viewer cannot
