@@ -94,12 +94,19 @@ class TestHostileFiles:
         monkeypatch.setattr(file_check, "_CPU_S", 1)
 
     @pytest.mark.parametrize(
-        ("act", "message"),
-        [("hoard", "192 MB of memory"), ("spin", "1 s of CPU time")],
+        ("act", "cpu_s", "message"),
+        [("hoard", 30, "192 MB of memory"), ("spin", 1, "1 s of CPU time")],
     )
     def test_what_needs_too_much_is_rejected(
-        self, scope: None, acme: Party, act: str, message: str
+        self,
+        scope: None,
+        acme: Party,
+        monkeypatch: pytest.MonkeyPatch,
+        act: str,
+        cpu_s: int,
+        message: str,
     ) -> None:
+        monkeypatch.setattr(file_check, "_CPU_S", cpu_s)
         version = checked(staged(act.encode(), GOOD_TENSORS))
         assert version.status == Status.REJECTED
         assert message in version.reasons[0]["message"]

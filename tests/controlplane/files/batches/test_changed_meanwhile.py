@@ -103,7 +103,9 @@ with tenant_scope(uuid.UUID("{pool.tenants["acme"].id}")):
         time.sleep(0.5)  # it would be there at once
         assert runner.stop() == 0, runner.log.read_text()
     finally:
-        batches.site.run_python(f"{settings}limit_remove(services.Budget.objects.get())")
+        batches.site.run_python(
+            f"{settings}limit_remove(services.Budget.objects.get(hard_limit=10**12))"
+        )
     sent = line_request_id(uuid.UUID(batch.id.removeprefix("batch_")), 1, 1)
     assert not pool.redis.exists(job_key(pool.pool, sent))
     assert not records(pool)
