@@ -185,7 +185,8 @@ def _tile(units: int) -> tuple[int, int, int]:
 
     Measured on an H200 (8B shape). With many units, small tiles let all of them be under way at
     once: 49 us after 58 at 256 sequences of 160 tokens. With fewer, two warps do better than four:
-    106 us after 157 for 32 sequences of 4,096 tokens in FP8. A few wait for their loads alone.
+    106 us after 157 for 32 sequences of 4,096 tokens in FP8. With a few, the time is that of their
+    loads: eight warps have more of them under way.
     """
     if units >= 1024:
         return 32, 4, 2

@@ -64,7 +64,6 @@ class ModelRunner:
         self, config: EngineConfig, model: ModelConfig, weights: Weights | None = None
     ) -> None:
         """Load the model. Raises UnsupportedModel, OutOfMemory, ValueError for the arena's size."""
-        self.precision = Precision()
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
