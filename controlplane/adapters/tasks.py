@@ -19,7 +19,6 @@ _AGAIN = (*STORE_OUTAGE, sealed_child.Lost)
 
 
 @shared_task(
-    name="controlplane.adapters.tasks.adapter_version_validate",
     autoretry_for=DATABASE_OUTAGE,
     retry_backoff=2,
     retry_backoff_max=60,
@@ -40,7 +39,6 @@ def adapter_version_validate(tenant_id: str, version_id: str) -> None:
 
 
 @shared_task(
-    name="controlplane.adapters.tasks.adapter_version_validate_again",
     autoretry_for=_AGAIN,
     retry_backoff=2,
     retry_backoff_max=60,
@@ -52,7 +50,7 @@ def adapter_version_validate_again(tenant_id: str, version_id: str) -> None:
         ingest.version_ingest(uuid.UUID(version_id))
 
 
-@shared_task(name="controlplane.adapters.tasks.adapter_imports_run")
+@shared_task
 def adapter_imports_run() -> None:
     """Do the import that is next; another message follows while there are more."""
     try:
@@ -70,7 +68,7 @@ def adapter_imports_run() -> None:
         adapter_imports_run.apply_async(countdown=wait_s)
 
 
-@shared_task(name="controlplane.adapters.tasks.adapter_versions_sweep")
+@shared_task
 def adapter_versions_sweep() -> None:
     """Queue lost checks, end unfinished uploads, retire versions, remove orphaned objects."""
     ingest.versions_abandon()
@@ -85,7 +83,7 @@ def adapter_versions_sweep() -> None:
     deletion.versions_remove()
 
 
-@shared_task(name="controlplane.adapters.tasks.deleted_versions_remove", ignore_result=True)
+@shared_task(ignore_result=True)
 def deleted_versions_remove() -> None:
     """Remove the bytes of deleted versions; what is still needed waits for the sweep."""
     deletion.versions_remove()

@@ -5,7 +5,7 @@ from celery import shared_task
 from controlplane.deletion import execution
 
 
-@shared_task(name="controlplane.deletion.tasks.tenants_delete")
+@shared_task
 def tenants_delete() -> None:
     """Delete the tenants whose grace period is over."""
     execution.tenants_delete()

@@ -32,7 +32,7 @@ def gates_decide() -> None:
     gate.gates_decide()
 
 
-@shared_task(name="controlplane.evaluations.tasks.evaluations_sweep")
+@shared_task
 def evaluations_sweep() -> None:
     """Queue lost evaluations again, and look at waiting gates."""
     statuses = (Evaluation.Status.RUNNING, Evaluation.Status.JUDGING, Evaluation.Status.QUEUED)

@@ -5,6 +5,6 @@ from celery import shared_task
 from controlplane.files import sweep
 
 
-@shared_task(name="controlplane.files.tasks.files_sweep")
+@shared_task
 def files_sweep() -> None:
     sweep.files_sweep()

@@ -7,12 +7,12 @@ from controlplane.queue import dead_letters
 from controlplane.queue.placement import prefix_warmth, warmth
 
 
-@shared_task(name="controlplane.delivery.tasks.dead_letter_prompts_forget")
+@shared_task
 def dead_letter_prompts_forget() -> None:
     dead_letters.dead_letter_prompts_forget(now=timezone.now())
 
 
-@shared_task(name="controlplane.queue.tasks.warmth_keep")
+@shared_task
 def warmth_keep() -> None:
     warmth.warmth_keep()
     prefix_warmth.prefixes_keep()

@@ -6,6 +6,6 @@ from django.utils import timezone
 from controlplane.requestlog import retention
 
 
-@shared_task(name="controlplane.requestlog.tasks.requests_forget")
+@shared_task
 def requests_forget() -> None:
     retention.requests_forget(now=timezone.now())

@@ -5,6 +5,6 @@ from celery import shared_task
 from controlplane.tenants import idempotency
 
 
-@shared_task(name="controlplane.tenants.tasks.idempotency_records_expire")
+@shared_task
 def idempotency_records_expire() -> None:
     idempotency.expire()

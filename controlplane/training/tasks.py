@@ -14,7 +14,7 @@ from controlplane.training.runs.sending import EXECUTE_TASK
 from controlplane.training.schedules import history, schedules
 
 
-@shared_task(name="controlplane.training.tasks.schedules_fire")
+@shared_task
 def schedules_fire() -> None:
     """Start the runs that are due, and handle lost ones."""
     show_alive("beat")  # because beat sends this task
@@ -35,7 +35,7 @@ def training_run_execute(tenant_id: str, run_id: str) -> None:
     execution.training_next()
 
 
-@shared_task(name="controlplane.training.tasks.datasets_sweep")
+@shared_task
 def datasets_sweep() -> None:
     """Remove rows, checkpoints and metrics that nothing needs; ask again for pending reports."""
     contents.contents_sweep()

@@ -6,6 +6,6 @@ from django.utils import timezone
 from controlplane.usage import retention
 
 
-@shared_task(name="controlplane.usage.tasks.usage_forget")
+@shared_task
 def usage_forget() -> None:
     retention.usage_forget(now=timezone.now())

@@ -36,7 +36,7 @@ def wake() -> None:
         log.warning("events wait for the next tick: the broker does not answer")
 
 
-@shared_task(name="controlplane.webhooks.tasks.webhooks_deliver", ignore_result=True)
+@shared_task(ignore_result=True)
 def webhooks_deliver() -> None:
     """Make the deliveries and mails of new events, and do the deliveries that are due."""
     token = uuid.uuid4().hex
@@ -71,7 +71,7 @@ def _look() -> None:
         event_mails_send.delay()
 
 
-@shared_task(name="controlplane.webhooks.tasks.event_mails_send", ignore_result=True)
+@shared_task(ignore_result=True)
 def event_mails_send() -> None:
     """Send mails that are due. A server that hangs blocks one task in a minute."""
     token = uuid.uuid4().hex
@@ -86,7 +86,7 @@ def event_mails_send() -> None:
             client.delete(_MAILS_KEY)
 
 
-@shared_task(name="controlplane.webhooks.tasks.events_forget", ignore_result=True)
+@shared_task(ignore_result=True)
 def events_forget() -> None:
     """Delete old events, with their deliveries and mails."""
     fan_out.events_forget()

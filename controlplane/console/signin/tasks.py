@@ -6,7 +6,7 @@ from django.contrib.sessions.models import Session
 from django.utils import timezone
 
 
-@shared_task(name="controlplane.signin.tasks.sessions_forget")
+@shared_task
 def sessions_forget() -> None:
     """Delete expired sessions and their records."""
     Session.objects.filter(expire_date__lt=timezone.now()).delete()

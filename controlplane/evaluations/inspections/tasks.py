@@ -14,7 +14,7 @@ def adapter_inspect(tenant_id: str, version_id: str) -> None:
     execution.inspect_next()
 
 
-@shared_task(name="controlplane.evaluations.inspections.tasks.inspections_sweep")
+@shared_task
 def inspections_sweep() -> None:
     """Release versions whose wait is over; queue lost and failed inspections again."""
     sweep.held_release()

@@ -7,7 +7,7 @@ from celery import shared_task
 from controlplane.evaluations.morning import telling
 
 
-@shared_task(name="controlplane.evaluations.morning.tasks.mornings_tell", ignore_result=True)
+@shared_task(ignore_result=True)
 def mornings_tell() -> None:
     """Publish events about the changes of schedules."""
     telling.mornings_tell()

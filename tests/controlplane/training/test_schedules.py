@@ -12,7 +12,6 @@ from django.utils import timezone
 
 from controlplane.adapters.models import Adapter, today
 from controlplane.adapters.services import base_model_shutdown_set
-from controlplane.celery import app
 from controlplane.errors import Conflict
 from controlplane.tenancy.scoping import all_tenants, tenant_scope
 from controlplane.tenants.models import Tenant
@@ -198,16 +197,3 @@ def test_ticks_at_the_same_moment_fire_a_slot_once(schedule: Schedule) -> None:
 def test_now_is_the_default(schedule: Schedule) -> None:
     Schedule.objects.update(next_run_at=timezone.now() - HOUR)
     assert schedules.schedules_fire() == 1
-
-
-def test_celery_knows_the_tasks_by_the_names_in_the_settings(settings: Any) -> None:
-    beats = [
-        entry["task"]
-        for entry in settings.CELERY_BEAT_SCHEDULE.values()
-        if "training" in entry["task"]
-    ]
-    runs = {app.tasks[beat].run for beat in beats}  # a proxy stands for each
-    assert runs == {tasks.schedules_fire.run, tasks.datasets_sweep.run}
-    route = settings.CELERY_TASK_ROUTES[tasks.training_run_execute.name]
-    assert route == {"queue": "train"}
-    assert settings.CELERY_TASK_ACKS_LATE
