@@ -8,7 +8,6 @@ left out; blocks after `<!-- operator -->` need the operators' API by key.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import sys
@@ -25,8 +24,7 @@ from tests.e2e.cli.conftest import Files
 from tests.e2e.system import System
 
 PAGE = ROOT / "docs" / "cli.md"
-HAS_SERVICE_KEYS = importlib.util.find_spec("controlplane.service_keys") is not None
-_BLOCK = re.compile(r"^(<!-- (?:not run:[^\n]*|operator) -->\n)?```sh\n(.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^(<!-- not run:[^\n]* -->\n)?```sh\n(.*?)^```$", re.M | re.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +40,7 @@ def examples() -> Iterator[Example]:
     text = PAGE.read_text()
     for match in _BLOCK.finditer(text):
         mark, code = match.groups()
-        is_left_out = mark and ("not run" in mark or not HAS_SERVICE_KEYS)
-        if not is_left_out:
+        if mark is None:
             yield Example(text.count("\n", 0, match.start()) + 1, code)
 
 
@@ -62,11 +59,10 @@ def shell(
     command.chmod(0o755)
     env = Cli(folder).environment(SERVER=trainer.base_url, API_KEY=admin_key)
     env["PATH"] = f"{command.parent}:{env['PATH']}"
-    if HAS_SERVICE_KEYS:
-        scopes = ("tenants:write", "keys:write", "adapters:write", "training:write")
-        argv = [f"--scope={scope}" for scope in scopes]
-        made = manage(trainer.env, "operator_key_create", "--name=docs", "--rotate", *argv)
-        env["OPERATOR_KEY"] = last_json(made)["key"]
+    scopes = ("tenants:write", "keys:write", "adapters:write", "training:write")
+    argv = [f"--scope={scope}" for scope in scopes]
+    made = manage(trainer.env, "operator_key_create", "--name=docs", "--rotate", *argv)
+    env["OPERATOR_KEY"] = last_json(made)["key"]
     return folder, env
 
 

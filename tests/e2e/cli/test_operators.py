@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,6 @@ from tests.cli.runner import Cli
 from tests.e2e.cli.conftest import Files
 from tests.e2e.system import System
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("controlplane.service_keys") is None,
-    reason="this server's operators have no keys",
-)
 SCOPES = ("tenants:write", "keys:write", "adapters:write", "datasets:write", "training:write")
 DOCUMENT = """
 slug = "hooli"

@@ -360,7 +360,8 @@ def test_tiles_in_fp8_take_a_quarter_of_fp32(rank: int) -> None:
             scale = float(wanted.abs().max()) / 448
             product *= scale
             found = torch.cat(rows).float() * scale
-            assert float((found - wanted).norm() / wanted.norm()) < 0.03
+            # Half of the last of three bits; below the smallest normal number half of its step.
+            torch.testing.assert_close(found, wanted, rtol=2**-4, atol=scale * 2**-10)
         scales = tiles.scale[at][tiles.rows[at] > 0]
         assert scales.tolist() == pytest.approx([target.scaling * product] * len(scales))
 
