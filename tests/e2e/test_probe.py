@@ -124,6 +124,46 @@ def test_a_worker_agrees_with_peft_and_nobody_is_billed(
     assert doctor["compared"][0]["peft"] == pytest.approx(doctor["compared"][0]["worker"], abs=0.01)
 
 
+@contextlib.contextmanager
+def worker_of(system: System, **env: str) -> Iterator[None]:
+    """The system's worker, with more environment; afterwards it is as before."""
+    process, before = system.platform.worker, system.platform.worker.command
+
+    def start(command: Any) -> None:
+        process.ask_to_stop()
+        process.stop()
+        process.command = command
+        process.start()
+        system.platform.wait_until_ready()
+
+    start(dataclasses.replace(before, env={**before.env, **env}))
+    try:
+        yield
+    finally:
+        start(before)
+
+
+@pytest.mark.long
+def test_a_quantized_worker_agrees_within_its_precision(
+    system: System, client: ManagementClient, tmp_path: Path
+) -> None:
+    """Base and adapters in FP8: the probe says what that costs, and still finds a wrong adapter."""
+    good, wrong = (make(system, tmp_path / name, seed=48) for name in ("good", "wrong"))
+    (tmp_path / "sitecustomize.py").write_text(WRONG_PEFT)
+    precision = {"LORIKEET_BASE_PRECISION": "fp8", "LORIKEET_ADAPTER_PRECISION": "fp8"}
+    with worker_of(system, **precision):
+        with inspector_of(system):
+            path = upload(client, "rounded", good, system)
+            probe = decided(client, path)["probe"]
+        with inspector_of(system, PYTHONPATH=str(tmp_path)):
+            rejected = decided(client, upload(client, "doubled", wrong, system))
+    told = {"weights": "fp8", "kv": "float32", "adapters": "fp8"}
+    assert (probe["status"], probe["precisions"]) == ("agreed", [told])
+    assert all(0 < abs(probe[name]) < 0.5 for name in ("base_nats", "nats"))
+    assert probe["strength"] == pytest.approx(1, abs=0.1)
+    assert (rejected["status"], rejected["probe"]["status"]) == ("rejected", "mismatch")
+
+
 @pytest.mark.long
 def test_the_demo_waits_for_the_report(
     system: System, client: ManagementClient, tmp_path: Path

@@ -29,7 +29,7 @@ from controlplane.aliases.models import Alias
 from controlplane.aliases.services import revision_before, revision_get
 from controlplane.errors import Unavailable
 from controlplane.infra.redis_client import redis_client
-from controlplane.queue.workers import WorkerStatus, read_workers, workers
+from controlplane.queue.workers import WorkerStatus, precisions, read_workers, workers
 from controlplane.tenancy.model_scope import may_name
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residency:
-    """The places of a version in all workers of its base model."""
+    """The places of a version in all workers of its base model.
+
+    precisions  those in which these workers answer, as `controlplane.queue.workers` tells them
+    """
 
     version: AdapterVersion
     places: list[Place]
+    precisions: list[dict[str, str]]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -95,6 +99,7 @@ def residency(versions: Sequence[AdapterVersion]) -> list[Residency]:
     alive = _of_base(workers(), versions[0].adapter.base_model.name)
     digests = [version.digest for version in versions]
     tiers = [status.heartbeat.tiers_of(digests) for status in alive]
+    told = precisions(status.heartbeat for status in alive)
     return [
         Residency(
             version,
@@ -102,6 +107,7 @@ def residency(versions: Sequence[AdapterVersion]) -> list[Residency]:
                 _place(version, status, of_worker[version.digest])
                 for status, of_worker in zip(alive, tiers, strict=True)
             ],
+            told,
         )
         for version in versions
     ]

@@ -155,13 +155,15 @@ def test_the_newest_versions_are_listed_and_the_live_one(
 
 def test_the_console_shows_it(acme: Party, adapter: Adapter, pool: Pool) -> None:
     one = add(adapter)
-    pool.has("w-1", Tier.GPU, one, pinned_digests=(one.digest,))
-    pool.beat("w-2")
+    precision = {"weights": "fp8", "kv": "bfloat16", "adapters": "float32", "kinds": {}}
+    pool.has("w-1", Tier.GPU, one, pinned_digests=(one.digest,), precision=precision)
+    pool.beat("w-2", precision=precision)
     browser = Client()
     browser.force_login(acme.viewer)
     for page in ("", "/versions/1"):
         text = browser.get(f"/console/adapters/invoices{page}").content.decode()
         assert "1 of 2 workers, pinned on 1" in text, page
+        assert text.count("fp8, keys and values in bfloat16, adapters in float32") == 1, page
     pool.redis.delete(protocol.workers_key(pool.name))
     text = browser.get("/console/adapters/invoices").content.decode()
     assert "Where the workers" not in text
