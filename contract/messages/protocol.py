@@ -210,6 +210,13 @@ class GenerateJob(Message):
         return super(GenerateJob, cls).from_dict(fields)
 
     @property
+    def thinks(self) -> bool:
+        """Return whether the model may write a thought first: a grammar binds from the start."""
+        is_bound = self.json_schema or self.regex or self.grammar
+        is_called = self.tools and self.tool_choice not in (None, "auto")
+        return self.messages is not None and not is_bound and not is_called
+
+    @property
     def num_choices(self) -> int:
         """Return the number of answers."""
         return self.n * (len(self.prompts) or 1)
@@ -220,6 +227,7 @@ class Usage(Message):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
+    thought_tokens: int = 0  # of these, the thoughts' with their marks
     accepted_drafts: dict[str, int] | None = None  # by source; None: none
     rejected_drafts: int = 0  # they were wrong, and are not billed
 
@@ -237,6 +245,7 @@ class TokenEvent(Message):
     seq: int
     index: int = 0  # number of the choice
     text: str = ""
+    thought: str = ""  # what a chat's model wrote between its marks of a thought; no part of `text`
     #: One object per token: {"token", "logprob", "bytes", "top_logprobs": [the same …]}; behind a
     #: raw prompt also "id", with `GenerateJob.token_details` "id", "special" and "text", what it
     #: adds to the answer. An echoed prompt's come first (None of its first token), with "span": its
@@ -248,8 +257,7 @@ class TokenEvent(Message):
     token_ids: tuple[int, ...] | None = None
     token_strs: tuple[str, ...] | None = None  # for tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
-    # `with_counts`: the choice's own prompt and tokens so far In a request's first event and beside
-    # `usage`: how long it waited for its turn.
+    # `with_counts`: the choice's own prompt and tokens so far
     so_far: Usage | None = None
     #: In a request's first event and beside `usage`: how long it waited for its turn.
     queue_ms: float | None = None

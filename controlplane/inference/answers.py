@@ -41,7 +41,7 @@ def usage_body(usage: Usage) -> Json:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.thought_tokens,
             "audio_tokens": 0,
             **drafts_body(usage),
         },
@@ -222,6 +222,8 @@ class ChatAnswer(Answer):
             "refusal": None,
             "annotations": [],
         }
+        if thought := "".join(event.thought for event in events):
+            message["reasoning_content"] = thought
         if self._readers is not None:
             message |= _with_calls(self._pieces(index, message["content"], is_end=True))
         return {
@@ -272,6 +274,8 @@ class ChatAnswer(Answer):
     def _deltas(self, event: TokenEvent) -> Iterator[Json]:
         is_end = event.finish_reason is not None
         deltas = [_piece_delta(p) for p in self._pieces(event.index, event.text, is_end=is_end)]
+        if event.thought:
+            deltas.insert(0, {"reasoning_content": event.thought})
         if not deltas and (event.logprobs or event.token_ids):
             deltas = [{"content": ""}]
         for number, delta in enumerate(deltas):

@@ -94,8 +94,17 @@ def chat_job(body: ChatBody, call: Call) -> GenerateJob:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
-        template_options=dict(body.chat_template_kwargs or {}),
+        template_options=_template_options(body),
     )
+
+
+def _template_options(body: ChatBody) -> dict[str, Any]:
+    """Return the variables for the chat template, which uses those that it knows."""
+    effort = body.reasoning_effort
+    options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        options["enable_thinking"] = False
+    return options | (body.chat_template_kwargs or {})
 
 
 def completion_job(body: CompletionBody, call: Call) -> GenerateJob:

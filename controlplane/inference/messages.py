@@ -84,6 +84,7 @@ class Message(Replayed):
     audio: Annotated[Any, refused("the models here read text alone")] = None
     tool_calls: ToolCalls = None
     tool_call_id: Annotated[str | None, Field(min_length=1, max_length=200)] = None
+    reasoning_content: Any = None
     function_call: Annotated[Any, refused("send tool_calls")] = None
 
     @model_validator(mode="after")
@@ -112,4 +113,6 @@ class Message(Replayed):
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if self.role == "assistant" and isinstance(self.reasoning_content, str):
+            message["reasoning_content"] = self.reasoning_content  # templates keep what they need
         return message

@@ -163,7 +163,7 @@ def _joined(events: list[TokenEvent]) -> TokenEvent:
     if len(events) == 1:
         return events[0]
     logprobs = tuple(entry for event in events for entry in event.logprobs or ())
-    text = "".join(event.text for event in events)
+    text, thought = ("".join(getattr(e, name) for e in events) for name in ("text", "thought"))
     prompt = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)
     last = events[-1]
     shows_ids = last.token_ids is not None
@@ -172,6 +172,7 @@ def _joined(events: list[TokenEvent]) -> TokenEvent:
     return dataclasses.replace(
         last,
         text=text,
+        thought=thought,
         logprobs=logprobs or None,
         prompt_logprobs=prompt,
         token_ids=token_ids,

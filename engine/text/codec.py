@@ -18,6 +18,7 @@ from contract.adapters.base_shape import context_length
 from engine.text.answer_text import Detokenizer
 from engine.text.chat_template import Chat, ChatTemplate, PromptError
 from engine.text.control_tokens import ControlTokens
+from engine.text.thoughts import ThoughtMarks
 from engine.text.token_pieces import TokenPieces
 from engine.text.tokenizer_files import read_json, read_special_tokens
 
@@ -56,6 +57,7 @@ class TextCodec:
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         #: Text and bytes of single tokens.
         self.pieces = TokenPieces(self._tokenizer)
+        self.thought_marks = ThoughtMarks.of(self._tokenizer)
 
     def with_template(self, source: str) -> Self:
         """Return a codec with this chat template: this one, if it has it."""

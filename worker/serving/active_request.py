@@ -142,6 +142,7 @@ class ActiveRequest:
             cached_tokens=sum(cached for _, cached in prompts) or earlier.cached_tokens,
             completion_tokens=earlier.completion_tokens
             + sum(choice.generated for choice in self._choices),
+            thought_tokens=sum(choice.thought_tokens for choice in self._choices),
             accepted_drafts=_added(choice.accepted_drafts for choice in self._choices) or None,
             rejected_drafts=sum(choice.rejected_drafts for choice in self._choices),
         )
@@ -170,6 +171,8 @@ class ActiveRequest:
     def show_prompts(self, prompts: list[Prompt]) -> None:
         """Begin each choice with what is asked of its prompt, now or when it is known."""
         self._shown = prompts
+        for choice in self._choices:
+            choice.begin(prompts[choice.index // self.job.n].token_ids)
         if self.job.echo and scored_top(self.job) is None:
             for choice in self._choices:
                 choice.show(prompts[choice.index // self.job.n].text)
@@ -299,7 +302,10 @@ class ActiveRequest:
             return event
         tokens, cached = self._prompts.get(choice.index // self.job.n, (0, 0))
         so_far = Usage(
-            prompt_tokens=tokens, cached_tokens=cached, completion_tokens=choice.generated
+            prompt_tokens=tokens,
+            cached_tokens=cached,
+            completion_tokens=choice.generated,
+            thought_tokens=choice.thought_tokens,
         )
         return dataclasses.replace(event, so_far=so_far)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.messages.protocol import FinishReason, GenerateJob, TokenEvent
+from contract.messages.tool_calls import BLANKS
 from engine.request import RequestOutput, TokenLogprob
 from engine.text.answer_text import AnswerText
 from engine.text.codec import TextCodec
@@ -21,6 +22,7 @@ class Choice:
     """Collects the tokens of one answer. Owned by its ActiveRequest.
 
     generated      tokens that the model generated so far: what is billed
+    thought_tokens  those of its thought among them, with the marks around it
     accepted_drafts, rejected_drafts  see RequestOutput
     runs_on        whether the engine still works on it
     finish_reason  set when it has ended, perhaps before the engine knows; if there is a schema, it
@@ -42,7 +44,13 @@ class Choice:
         self._codec = codec
         # An answer continues a raw prompt's text; a chat's answer is a text of its own.
         self._read = AnswerText(codec.pieces, job.sampling.stop, continues=job.messages is None)
-        self._text = ""
+        self._thought = self._text = ""
+        self._thought_text = AnswerText(codec.pieces, continues=True)
+        self._marks = codec.thought_marks if job.thinks else None
+        self._is_thinking = self._has_thought = False
+        self._held_blanks = ""
+        self._is_blank = self._marks is not None  # no text yet, so that a thought may still begin
+        self.thought_tokens = 0
         self._logprobs: list[dict[str, Any]] = []
         self._prompt_logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
@@ -55,7 +63,8 @@ class Choice:
     @property
     def has_news(self) -> bool:
         is_ended = self._reason_to_send is not None and not self._is_end_told
-        return is_ended or bool(self._text or self._logprobs or self._prompt_logprobs)
+        is_added = self._text or self._thought or self._logprobs or self._prompt_logprobs
+        return is_ended or bool(is_added)
 
     @property
     def num_to_send(self) -> int:
@@ -80,6 +89,10 @@ class Choice:
     @property
     def _reason_to_send(self) -> str | None:
         return None if self.awaits_check else self.finish_reason
+
+    def begin(self, token_ids: list[int]) -> None:
+        """Note how the prompt ends: it may have begun the thought."""
+        self._is_thinking = self._marks is not None and self._marks.is_open(token_ids)
 
     def show(self, text: str) -> None:
         """Put text before the generated text."""
@@ -142,6 +155,8 @@ class Choice:
             # A client that scores an echo expects one entry for each generated token.
             self._logprobs.append(self._logprob(output.end_logprob, self._read.is_first))
         if output.finish_reason is not None:
+            if self._is_thinking:
+                self._think(self._thought_text.finish())
             self._add(self._read.finish())
             is_stopped = self._read.stop_string is not None
             self.finish_reason = FinishReason.STOP if is_stopped else output.finish_reason
@@ -150,8 +165,11 @@ class Choice:
         """Take in an output's tokens up to a stop string; return their number."""
         entries = output.logprobs if self._job.sampling.logprobs is not None else None
         for number, token_id in enumerate(output.token_ids):
+            if self._marks is not None and self._read_thought(token_id):
+                continue
             is_first = self._read.is_first
             piece, shown = self._read.feed(token_id)
+            self._is_blank = self._is_blank and not piece.strip(BLANKS)
             self._add(shown)
             if entries:
                 entry = self._logprob(entries[number], is_first)
@@ -159,6 +177,33 @@ class Choice:
             if self._read.stop_string is not None:
                 return number + 1
         return len(output.token_ids)
+
+    def _read_thought(self, token_id: int) -> bool:
+        """Take in a token of the thought, or of a mark around it; return False for another one."""
+        assert self._marks is not None
+        if self._is_thinking:
+            self.thought_tokens += 1
+            if token_id == self._marks.end:
+                self._think(self._thought_text.finish())
+                self._is_thinking = False
+            else:
+                self._think(self._thought_text.feed(token_id)[1])
+            return True
+        if self._is_blank and token_id == self._marks.begin and not self.thought_tokens:
+            self.thought_tokens += 1
+            self._is_thinking = True
+            return True
+        # Blanks between a thought and its answer are no part of either.
+        is_between = self.thought_tokens > 0 and self._is_blank
+        return is_between and self._codec.decode([token_id]).isspace()
+
+    def _think(self, text: str) -> None:
+        """Add to the thought, without the blanks around it."""
+        text = self._held_blanks + text if self._has_thought else text.lstrip(BLANKS)
+        shown = text.rstrip(BLANKS)
+        self._held_blanks = text[len(shown) :]
+        self._thought += shown
+        self._has_thought = self._has_thought or bool(shown)
 
     def _add(self, text: str) -> None:
         self._text += text
@@ -171,6 +216,7 @@ class Choice:
             event,
             index=self.index,
             text=self._text,
+            thought=self._thought,
             logprobs=tuple(self._logprobs) or None,
             prompt_logprobs=tuple(self._prompt_logprobs) or None,
             token_ids=tuple(self._token_ids) if self._job.with_token_ids else None,
@@ -182,7 +228,7 @@ class Choice:
 
     def clear(self) -> None:
         """Forget what has been sent."""
-        self._text = ""
+        self._thought = self._text = ""
         self._logprobs, self._prompt_logprobs = [], []
         self._token_ids = []
         self._prompt_token_ids = None

@@ -74,7 +74,12 @@ def engine_ids(job: GenerateJob, lease: int) -> list[str]:
 def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     """Tokenize the job's prompts, in time proportional to their length; raise Refused."""
     if job.messages is not None:
-        return [_checked(Prompt(chat_token_ids(job, codec)), "messages", codec)]
+        token_ids = chat_token_ids(job, codec)
+        marks = codec.thought_marks
+        if marks is not None and not job.thinks and marks.is_open(token_ids):
+            # A grammar binds from the first token: the thought that the template began ends here.
+            token_ids += codec.encode("\n</think>\n\n", add_special_tokens=False)
+        return [_checked(Prompt(token_ids), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
     prompts = [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
     if job.with_token_ids and sum(len(prompt.token_ids) for prompt in prompts) > MAX_SHOWN_IDS:

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(slots=True)
 class _Item:
-    """One item of the output while it grows; of a message `parts` is its text."""
+    """One item of the output while it grows; of a message or a thought `parts` is its text."""
 
     index: int
     body: Json
@@ -33,14 +33,21 @@ class _Item:
     logprobs: list[Json] = dataclasses.field(default_factory=list)
 
     @property
-    def is_message(self) -> bool:
-        return bool(self.body["type"] == "message")
+    def type(self) -> str:
+        return str(self.body["type"])
+
+    @property
+    def part(self) -> Json:
+        """Return the only part of its content so far."""
+        text = "".join(self.parts)
+        if self.type == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return _text_part(text, self.logprobs)
 
     def finished(self, status: str) -> Json:
-        text = "".join(self.parts)
-        if not self.is_message:
-            return {**self.body, "arguments": text, "status": status}
-        return {**self.body, "content": [_text_part(text, self.logprobs)], "status": status}
+        if self.type == "function_call":
+            return {**self.body, "arguments": "".join(self.parts), "status": status}
+        return {**self.body, "content": [self.part], "status": status}
 
 
 def _text_part(text: str, logprobs: list[Json]) -> Json:
@@ -109,6 +116,8 @@ class ResponsesAnswer:
         is_end = event.finish_reason is not None
         if self._body.shows_logprobs:
             self._untold += event.logprobs or ()
+        if event.thought:
+            yield from self._think(event.thought)
         for piece in self._pieces(event.text, is_end=is_end):
             yield from self._add(piece)
         if is_end:
@@ -124,7 +133,7 @@ class ResponsesAnswer:
         if piece.name is not None:
             yield from self._close()
             yield from self._begin_call(piece)
-        elif piece.call is None and (self._open is None or not self._open.is_message):
+        elif piece.call is None and (self._open is None or self._open.type != "message"):
             yield from self._close()
             yield from self._begin_message()
         item = self._open
@@ -134,17 +143,27 @@ class ResponsesAnswer:
         item.parts.append(piece.text)
         logprobs, self._untold = self._untold, []
         item.logprobs += logprobs
-        if item.is_message:
+        if item.type == "message":
             yield self._part_event("output_text.delta", item, delta=piece.text, logprobs=logprobs)
         else:
             yield self._item_event("function_call_arguments.delta", item, delta=piece.text)
 
+    def _think(self, text: str) -> Iterator[Json]:
+        if self._open is None:
+            thought = {"id": f"rs_{secrets.token_hex(24)}", "type": "reasoning", "summary": []}
+            yield from self._begin_content(thought)
+        assert self._open is not None
+        self._open.parts.append(text)
+        yield self._part_event("reasoning_text.delta", self._open, delta=text)
+
     def _begin_message(self) -> Iterator[Json]:
         message = {"id": f"msg_{secrets.token_hex(24)}", "type": "message", "role": "assistant"}
-        item = self._open = _Item(len(self._done), message)
-        shown = {**message, "status": "in_progress", "content": []}
-        yield self._added(item, shown)
-        yield self._part_event("content_part.added", item, part=_text_part("", []))
+        yield from self._begin_content(message)
+
+    def _begin_content(self, body: Json) -> Iterator[Json]:
+        item = self._open = _Item(len(self._done), body)
+        yield self._added(item, {**body, "status": "in_progress", "content": []})
+        yield self._part_event("content_part.added", item, part=item.part)
 
     def _begin_call(self, piece: Piece) -> Iterator[Json]:
         call = {
@@ -162,12 +181,15 @@ class ResponsesAnswer:
             return
         self._open = None
         shown, text = item.finished(status), "".join(item.parts)
-        if item.is_message:
-            yield self._part_event("output_text.done", item, text=text, logprobs=item.logprobs)
-            yield self._part_event("content_part.done", item, part=shown["content"][0])
-        else:
+        if item.type == "function_call":
             more = {"name": item.body["name"], "arguments": text}
             yield self._item_event("function_call_arguments.done", item, **more)
+        else:
+            if item.type == "message":
+                yield self._part_event("output_text.done", item, text=text, logprobs=item.logprobs)
+            else:
+                yield self._part_event("reasoning_text.done", item, text=text)
+            yield self._part_event("content_part.done", item, part=item.part)
         self._done.append(shown)
         yield {"type": "response.output_item.done", "output_index": item.index, "item": shown}
 
@@ -228,7 +250,10 @@ class ResponsesAnswer:
             "prompt": None,
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_retention": body.prompt_cache_retention,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
             "safety_identifier": body.safety_identifier,
             "service_tier": self._service_tier,
             "store": bool(body.store),
@@ -263,7 +288,7 @@ def usage_body(usage: Usage) -> Json:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0}
+        "output_tokens_details": {"reasoning_tokens": usage.thought_tokens}
         | (drafts_body(usage) if has_drafts else {}),
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

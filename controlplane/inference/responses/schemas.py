@@ -167,7 +167,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """Accepted without effect: the models here do not reason apart from their answer."""
+    """How much to think, for a chat template that knows it; the rest is without effect."""
 
     effort: Label = None
     summary: Label = None

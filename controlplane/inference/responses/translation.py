@@ -41,6 +41,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     if body.tools:
         fields["tools"] = [_chat_tool(tool.model_dump(exclude_none=True)) for tool in body.tools]
     fields["tool_choice"] = _tool_choice(body.tool_choice)

@@ -202,3 +202,26 @@ def test_no_client_sees_the_end_of_a_line_in_a_text() -> None:
     (chunk,) = make(ChatAnswer).chunks(event(text))
     assert len(chunk.decode().splitlines()) == 2
     assert decoded([chunk])[0]["choices"][0]["delta"]["content"] == text
+
+
+def test_a_thought_stands_beside_the_content() -> None:
+    events = [
+        event(thought="Hm"),
+        event(thought=".", logprobs=None),
+        event("So", finish_reason="stop", usage=dataclasses.replace(USAGE, thought_tokens=2)),
+    ]
+    whole = make(ChatAnswer).whole(events)
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "So")
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+    answer = make(ChatAnswer)
+    deltas = [
+        body["choices"][0]["delta"] for each in events for body in decoded(answer.chunks(each))
+    ]
+    assert deltas == [
+        {"reasoning_content": "Hm"},
+        {"reasoning_content": "."},
+        {"content": "So"},
+        {},
+    ]
+    assert "reasoning_content" not in make(ChatAnswer).whole(events[2:])["choices"][0]["message"]

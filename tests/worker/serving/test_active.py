@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from contract.messages.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
 from engine.text.codec import TextCodec
+from tests.engine.text.vocabularies import byte_level
 from tests.fakes import write_fake_base
 from tests.messages import make_job
 from worker.serving import active_request
 from worker.serving.active_request import ActiveRequest
-from worker.serving.engine_commands import Prompt
+from worker.serving.engine_commands import Prompt, read_prompts
 from worker.serving.requests import Requests
 from worker.serving.streams import EventUpdate
 
@@ -429,3 +432,77 @@ def test_token_ids_that_pile_up_end_their_request(
     request.feed(RequestOutput(request_id="r", token_ids=[5] * 4), 101.0)
     event = news_of(request).event
     assert (event.error_code, event.error_param) == ("invalid_request", "return_token_ids")
+
+
+# --- thoughts
+
+
+@pytest.fixture(scope="module")
+def thinker() -> TextCodec:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    codec = TextCodec.of(tokenizer, template, {"eos_token": "</s>"})
+    codec.context_length = 100
+    return codec
+
+
+def make_chat(codec: TextCodec, prompt: str = "Why?", **fields: Any) -> ActiveRequest:
+    messages = ({"role": "user", "content": prompt},)
+    request = make_request(codec, text=None, messages=messages, **fields)
+    request.show_prompts(read_prompts(request.job, codec))
+    return request
+
+
+@pytest.mark.parametrize("text", ["<think>\nAs it \n\nis.\n</think>\n\nIt is.", "It is."])
+def test_a_thought_is_told_apart_from_the_answer(thinker: TextCodec, text: str) -> None:
+    told = []
+    for stream in (True, False):
+        request = make_chat(thinker, stream=stream, logprobs=0 if not stream else None)
+        events = []
+        for piece in re.split("(?<= )", text[:-3]):
+            feed(request, thinker, piece)
+            events += [update.event for update in request.take_news()]
+        feed(request, thinker, text[-3:], finish_reason=FinishReason.STOP)
+        events += [update.event for update in request.take_news()]
+        thought, answer = (
+            "".join(getattr(e, name) for e in events) for name in ("thought", "text")
+        )
+        told.append((thought, answer))
+    assert told == [("As it \n\nis." if "<" in text else "", "It is.")] * 2
+    usage = events[-1].usage
+    assert usage is not None
+    ids = thinker.encode(text, add_special_tokens=False)
+    end = ids.index(thinker.thought_marks.end) + 1 if "<" in text else 0  # type: ignore[union-attr]
+    assert usage.thought_tokens == end
+
+
+def test_a_template_may_begin_the_thought(thinker: TextCodec) -> None:
+    request = make_chat(thinker, "Why?<think>\n")
+    feed(request, thinker, "Hm.</think>So.", finish_reason=FinishReason.STOP)
+    event = news_of(request).event
+    assert (event.thought, event.text) == ("Hm.", "So.")
+
+
+def test_a_thought_without_an_end_is_no_answer(thinker: TextCodec) -> None:
+    request = make_chat(thinker, stop=("stop",))
+    feed(request, thinker, "<think>I stop not", finish_reason=FinishReason.LENGTH)
+    event = news_of(request).event
+    assert (event.thought, event.text, event.finish_reason) == ("I stop not", "", "length")
+
+
+def test_marks_inside_an_answer_are_text(thinker: TextCodec) -> None:
+    request = make_chat(thinker)
+    feed(request, thinker, "Write <think>x</think>.", finish_reason=FinishReason.STOP)
+    assert news_of(request).event.text == "Write <think>x</think>."
+    request = make_request(thinker)  # a raw prompt's text is all of it
+    feed(request, thinker, "<think>x</think>y", finish_reason=FinishReason.STOP)
+    assert news_of(request).event.text == "<think>x</think>y"
+
+
+def test_an_answer_bound_by_a_grammar_follows_no_thought(thinker: TextCodec) -> None:
+    request = make_chat(thinker, "Why?<think>\n", regex="a")
+    [prompt] = read_prompts(request.job, thinker)
+    assert thinker.decode(prompt.token_ids) == "Why?<think>\n\n</think>\n\n"
+    feed(request, thinker, "a", finish_reason=FinishReason.STOP)
+    assert news_of(request).event.text == "a"

@@ -170,3 +170,29 @@ def test_an_answer_that_breaks_its_schema_says_so_in_the_response() -> None:
 
 def extra(whole: dict[str, Any]) -> dict[str, Any]:
     return {name: whole[name] for name in MORE}
+
+
+def test_a_thought_is_an_item_before_the_message() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=3, thought_tokens=2)
+    events = [
+        TokenEvent(request_id="r", lease=1, seq=0, thought="Hm"),
+        TokenEvent(request_id="r", lease=1, seq=1, thought=".", text="So"),
+        TokenEvent(request_id="r", lease=1, seq=2, finish_reason="stop", usage=usage),
+    ]
+    answer = answer_of(reasoning={"effort": "low"})
+    told = [json.loads(chunk.split(b"data: ")[1]) for e in events for chunk in answer.chunks(e)]
+    for data in told:
+        TypeAdapter(ResponseStreamEvent).validate_python(data, strict=False)
+    kinds = [data["type"].removeprefix("response.") for data in told]
+    assert kinds[:8] == [
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.delta", "reasoning_text.done", "content_part.done"),
+        *("output_item.done", "output_item.added"),
+    ]
+    response = Response.model_validate(told[-1]["response"])
+    thought, message = response.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Hm.")  # type: ignore[union-attr, index]
+    assert message.type == "message" and response.output_text == "So"
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    assert response.reasoning is not None and response.reasoning.effort == "low"

@@ -22,7 +22,7 @@ export class Column {
     this.language = "curl";
     const find = (name) => this.root.querySelector(`[data-${name}]`);
     this.ui = Object.fromEntries(
-      ["title", "parts", "blend", "state", "error", "error-text", "answer", "changes", "code", "code-text"]
+      ["title", "parts", "blend", "state", "error", "error-text", "answer", "changes", "code", "code-text", "thought", "thought-text"]
         .map((name) => [name, find(name)]),
     );
     find("remove").addEventListener("click", () => onRemove(this));
@@ -141,6 +141,8 @@ export class Column {
     this.isDone = false;
     this.ui.error.hidden = this.ui.changes.hidden = true;
     if (this.caseForm) this.caseForm.hidden = true;
+    this.ui.thought.hidden = true;
+    this.ui["thought-text"].textContent = "";
     this.ui.answer.replaceChildren(document.createTextNode(""));
     for (const name of ["first", "speed", "total", "read", "written", "reason", "served"]) this.figure(name, "–");
     this.say("Waiting for the first token", "busy");
@@ -170,15 +172,16 @@ export class Column {
     let first, last;
     for await (const chunk of chunksOf(response)) {
       const choice = chunk.choices[0];
-      const added = choice?.delta?.content;
-      if (added) {
+      const { content, reasoning_content: thought } = choice?.delta ?? {};
+      if (content || thought) {
         last = performance.now();
         if (first === undefined) {
           first = last;
           this.figure("first", milliseconds(first - began));
-          this.say("Answering", "busy");
         }
-        this.append(added);
+        this.say(content ? "Answering" : "Thinking", "busy");
+        if (thought) this.think(thought);
+        if (content) this.append(content);
       }
       if (choice?.finish_reason) this.figure("reason", choice.finish_reason);
       if (chunk.usage) this.count(chunk.usage, last - first);
@@ -191,6 +194,11 @@ export class Column {
     this.figure("written", usage.completion_tokens.toLocaleString("en"));
     const speed = (usage.completion_tokens - 1) / tookMs * 1000;
     this.figure("speed", Number.isFinite(speed) && speed > 0 ? speed.toFixed(1) : "–");
+  }
+
+  think(text) {
+    this.ui.thought.hidden = false;
+    this.ui["thought-text"].append(text);
   }
 
   append(text) {
