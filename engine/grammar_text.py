@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,7 @@ def tool_calls(
     end: str,
     is_required: bool = False,
     is_parallel: bool = True,
+    tokens: Collection[str] = (),
     free_text: str = "",
     answer_schema: str | None = None,
 ) -> str:
@@ -137,6 +138,7 @@ def tool_calls(
                    call is the JSON object {"name": …, "arguments": …} between `begin` and `end`
     is_required    there must be a call; else the answer may be other text
     is_parallel    there may be several calls
+    tokens         names that the vocabulary has as added tokens, which text alone does not match
     free_text      the regular expression of other text, which must not begin like a call
     answer_schema  JSON text of a schema that other text must obey, instead of `free_text`
     """
@@ -144,7 +146,7 @@ def tool_calls(
     calls = f"call{{1,{MAX_CALLS}}}" if is_parallel else "call"
     lines = [
         f"start: {calls}" if is_required else f"start: {calls} | other",
-        f"call: {_quoted(begin)} ({' | '.join(names)}) {_quoted(end)}",
+        f"call: {_mark(begin, tokens)} ({' | '.join(names)}) {_mark(end, tokens)}",
     ]
     for rule, (name, parameters) in zip(names, tools, strict=True):
         lines.append(f"{rule}: %json {json.dumps(_call_schema(name, parameters))}")
@@ -155,6 +157,24 @@ def tool_calls(
             other = f"/{free_text.replace('/', chr(92) + '/')}/"
         lines.append(f"other: {other}")
     return "\n".join(lines) + "\n"
+
+
+def behind_thought(answer: Grammar, begin: str, end: str, *, is_open: bool) -> Grammar:
+    """Return the grammar of an answer that may follow a thought.
+
+    answer      a schema, or Lark whose first rule is `start` and whose free text, if it has any,
+                does not begin with `begin`
+    begin, end  the marks around the thought, tokens of the vocabulary
+    is_open     the prompt ends inside of a thought, which the answer must end
+    """
+    is_schema = answer.kind is GrammarKind.JSON_SCHEMA
+    lark = f"start: %json {answer.source()}\n" if is_schema else answer.text
+    lines = [
+        f"start: thought{'' if is_open else '?'} answer",
+        lark.replace("start:", "answer:", 1).rstrip(),
+        f"thought: {'' if is_open else begin} /(?s:.*)/ {end} /[ \\n]*/",
+    ]
+    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 
 
 def _call_schema(name: str, parameters: str) -> dict[str, Any]:
@@ -172,6 +192,17 @@ def _call_schema(name: str, parameters: str) -> dict[str, Any]:
         "x-guidance": _GUIDANCE,
     }
     return call | ({"$defs": definitions} if definitions else {})
+
+
+def _mark(text: str, tokens: Collection[str]) -> str:
+    """Return a mark with the blanks beside it, as the token that the model knows if it is one."""
+    name = text.strip()
+    if name not in tokens:
+        return _quoted(text)
+    before, after = text.split(name)
+    return " ".join(
+        [*([_quoted(before)] if before else ()), name, *([_quoted(after)] if after else ())]
+    )
 
 
 def _quoted(text: str) -> str:

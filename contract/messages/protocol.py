@@ -211,10 +211,8 @@ class GenerateJob(Message):
 
     @property
     def thinks(self) -> bool:
-        """Return whether the model may write a thought first: a grammar binds from the start."""
-        is_bound = self.json_schema or self.regex or self.grammar
-        is_called = self.tools and self.tool_choice not in (None, "auto")
-        return self.messages is not None and not is_bound and not is_called
+        """Return whether the model may write a thought first; the client's own grammar is whole."""
+        return self.messages is not None and self.regex is None and self.grammar is None
 
     @property
     def num_choices(self) -> int:
@@ -227,7 +225,7 @@ class Usage(Message):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
-    thought_tokens: int = 0  # of these, the thoughts' with their marks
+    thought_tokens: int = 0  # those of thoughts among them, with the marks around these
     accepted_drafts: dict[str, int] | None = None  # by source; None: none
     rejected_drafts: int = 0  # they were wrong, and are not billed
 

@@ -266,15 +266,18 @@ def other_than(texts: list[str]) -> str:
     return _excluding(texts, is_prefix=False)
 
 
-def not_beginning_with(prefix: str, *, after: str) -> str:
-    """Return the regular expression of every whole text that does not begin with `prefix`.
+def not_beginning_with(*prefixes: str, after: str) -> str:
+    """Return the regular expression of every whole text that begins with none of `prefixes`.
 
-    It may also not begin with one of the characters `after` and then `prefix`."""
+    It may also not begin with characters of `after` and then one of them."""
     blanks = [ord(character) for character in after]
-    first = ord(prefix[0])
-    ways = [_others([*blanks, first]) + _ANYTHING]
-    if len(prefix) > 1:
-        ways.append(_character(first) + _excluding([prefix[1:]], is_prefix=True))
+    rests: dict[str, list[str]] = {}
+    for prefix in prefixes:
+        rests.setdefault(prefix[0], []).append(prefix[1:])
+    ways = [_others([*blanks, *map(ord, rests)]) + _ANYTHING]
+    for first, rest in rests.items():
+        if "" not in rest:
+            ways.append(_character(ord(first)) + _excluding(rest, is_prefix=True))
     return f"{_class(tuple((code, code) for code in blanks))}*(?:{'|'.join(ways)})?"
 
 

@@ -57,7 +57,10 @@ class TextCodec:
         self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         #: Text and bytes of single tokens.
         self.pieces = TokenPieces(self._tokenizer)
-        self.thought_marks = ThoughtMarks.of(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        #: Names of added tokens that are part of a text, as `<tool_call>` of some models.
+        self.added_text = frozenset(each.content for each in added.values() if not each.special)
+        self.thought_marks = ThoughtMarks.of({each.content: id for id, each in added.items()})
 
     def with_template(self, source: str) -> Self:
         """Return a codec with this chat template: this one, if it has it."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
-
-_BEGIN, _END = "<think>", "</think>"
+BEGIN, END = "<think>", "</think>"
 #: A template that opens a thought ends with the mark, or with the mark and blanks in one token.
 _MAX_AT_END = 2
 
@@ -19,10 +17,14 @@ class ThoughtMarks(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ThoughtMarks | None:
-        """Return the marks of the vocabulary; None: its model does not write thoughts apart."""
-        begin, end = map(tokenizer.token_to_id, (_BEGIN, _END))
+    def of(cls, added: Mapping[str, int]) -> ThoughtMarks | None:
+        """Return the marks among added tokens; None: the model does not write thoughts apart."""
+        begin, end = map(added.get, (BEGIN, END))
         return None if begin is None or end is None else cls(begin, end)
+
+    def is_closed(self, prompt: Sequence[int]) -> bool:
+        """Return whether the template has ended the thought already: there is to be none."""
+        return self.end in prompt[-_MAX_AT_END:]
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Return whether the template has begun a thought, so that the answer continues it."""

@@ -7,14 +7,22 @@ the tools to the model.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from contract.messages.protocol import CALL_BEGIN, CALL_END, GenerateJob
 from contract.messages.tool_calls import BLANKS
 from contract.schemas.patterns import not_beginning_with
 from engine.grammar_text import tool_calls
 
 
-def calls_grammar(job: GenerateJob) -> str | None:
-    """Return the Lark grammar of an answer that may call the job's tools; None: it may not."""
+def calls_grammar(
+    job: GenerateJob, tokens: Collection[str], thought: str | None = None
+) -> str | None:
+    """Return the Lark grammar of an answer that may call the job's tools; None: it may not.
+
+    tokens   the vocabulary's added tokens that are text
+    thought  the mark with which its other text does not begin, because a thought does
+    """
     if not job.tools:
         return None
     choice = job.tool_choice or "auto"
@@ -28,7 +36,8 @@ def calls_grammar(job: GenerateJob) -> str | None:
         begin=CALL_BEGIN,
         end=CALL_END,
         is_required=is_required,
+        tokens=tokens,
         is_parallel=job.parallel_tool_calls and not choice.startswith("="),
-        free_text=not_beginning_with(CALL_BEGIN.strip(), after=BLANKS),
+        free_text=not_beginning_with(*filter(None, (CALL_BEGIN.strip(), thought)), after=BLANKS),
         answer_schema=job.decoding_schema or job.json_schema,
     )

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contract.messages.protocol import ErrorCode, GenerateJob, Sampling
+from engine.grammar_text import Grammar, GrammarKind, behind_thought
 from engine.request import AdapterPart, Priority, Request, SamplingParams
+from engine.text import thoughts
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
@@ -78,7 +80,7 @@ def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
         marks = codec.thought_marks
         if marks is not None and not job.thinks and marks.is_open(token_ids):
             # A grammar binds from the first token: the thought that the template began ends here.
-            token_ids += codec.encode("\n</think>\n\n", add_special_tokens=False)
+            token_ids += codec.encode(f"\n{thoughts.END}\n\n", add_special_tokens=False)
         return [_checked(Prompt(token_ids), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
     prompts = [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
@@ -220,10 +222,10 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
 
 
 def to_requests(
-    job: GenerateJob, lease: int, prompts: Sequence[Prompt], context_length: int
+    job: GenerateJob, lease: int, prompts: Sequence[Prompt], codec: TextCodec
 ) -> list[Request]:
     """Make the engine's requests; an answer ends where the context does."""
-    calls = calls_grammar(job)
+    grammar = _grammar(job, prompts, codec)
     _check_scored(job, prompts)
     adapters = tuple(AdapterPart(digest=ref.digest, weight=ref.weight) for ref in job.adapters)
     return [
@@ -231,18 +233,38 @@ def to_requests(
             request_id=engine_id,
             tenant_id=job.tenant_id,
             token_ids=prompt.token_ids,
-            sampling=_sampling(job, context_length - len(prompt.token_ids)),
+            sampling=_sampling(job, codec.context_length - len(prompt.token_ids)),
             n=job.n,
             adapters=adapters,
-            json_schema=None if calls else job.decoding_schema or job.json_schema,
-            regex=job.regex,
-            lark=calls or job.grammar,
+            **({grammar.kind.value: grammar.text} if grammar else {}),
             deadline=job.deadline,
             priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
             speculation=job.sampling.speculation,
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]
+
+
+def _grammar(job: GenerateJob, prompts: Sequence[Prompt], codec: TextCodec) -> Grammar | None:
+    """Return what binds the answer, and leaves room for a thought before it."""
+    if job.regex is not None:
+        return Grammar(GrammarKind.REGEX, job.regex)
+    if job.grammar is not None:
+        return Grammar(GrammarKind.LARK, job.grammar)
+    marks = codec.thought_marks if job.thinks else None
+    if marks is not None and marks.is_closed(prompts[0].token_ids):
+        marks = None
+    schema = job.decoding_schema or job.json_schema
+    if calls := calls_grammar(job, codec.added_text, None if marks is None else thoughts.BEGIN):
+        grammar = Grammar(GrammarKind.LARK, calls)
+    elif schema is not None:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, schema)
+    else:
+        return None
+    if marks is None:
+        return grammar
+    is_open = marks.is_open(prompts[0].token_ids)
+    return behind_thought(grammar, thoughts.BEGIN, thoughts.END, is_open=is_open)
 
 
 def scored_top(job: GenerateJob) -> int | None:

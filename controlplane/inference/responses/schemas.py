@@ -167,7 +167,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """How much to think, for a chat template that knows it; the rest is without effect."""
+    """The effort of thinking, for a chat template that knows it; the rest has no effect."""
 
     effort: Label = None
     summary: Label = None

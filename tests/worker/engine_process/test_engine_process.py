@@ -18,6 +18,7 @@ import torch
 from contract.messages.protocol import AdapterRef, Sampling
 from engine.errors import ContextTooLong
 from engine.request import AdapterPart, FinishReason, Request, SamplingParams
+from engine.text.codec import TextCodec
 from tests.fakes import FakeEngine, fake_config
 from tests.messages import make_job
 from tests.tiny_base import write_tiny_base
@@ -31,6 +32,13 @@ from worker.engine_process.process import (
 )
 from worker.serving.engine_commands import Prompt, to_requests
 from worker.serving.metrics import WorkerMetrics, WorkerState
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    made = TextCodec(write_tiny_base(tmp_path_factory.mktemp("tiny")))
+    made.context_length = 100
+    return made
 
 
 @dataclasses.dataclass
@@ -167,7 +175,7 @@ def test_the_wire_and_the_engine_agree_on_sampling() -> None:
     assert theirs - ours == {"stop_token_ids"}
 
 
-def test_every_wire_field_reaches_the_engine() -> None:
+def test_every_wire_field_reaches_the_engine(codec: TextCodec) -> None:
     sampling = Sampling(
         max_tokens=5,
         temperature=0.5,
@@ -192,7 +200,7 @@ def test_every_wire_field_reaches_the_engine() -> None:
         is_batch=True,
         adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
-    (request,) = to_requests(job, 1, [Prompt([1, 2])], context_length=100)
+    (request,) = to_requests(job, 1, [Prompt([1, 2])], codec)
     assert request.speculation is False
     for field in dataclasses.fields(Sampling):
         if field.name in ("stop", "logit_bias", "speculation"):
@@ -205,9 +213,11 @@ def test_every_wire_field_reaches_the_engine() -> None:
 
 
 @pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)
-def test_an_answer_is_cut_at_the_end_of_the_context(max_tokens: int | None, expected: int) -> None:
+def test_an_answer_is_cut_at_the_end_of_the_context(
+    codec: TextCodec, max_tokens: int | None, expected: int
+) -> None:
     job = make_job(sampling=Sampling(max_tokens=max_tokens))
-    (request,) = to_requests(job, 1, [Prompt([1, 2])], context_length=100)
+    (request,) = to_requests(job, 1, [Prompt([1, 2])], codec)
     assert request.sampling.max_tokens == expected
 
 
