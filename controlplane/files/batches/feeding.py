@@ -273,6 +273,7 @@ def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
         prompt_tokens=usage[f"{prompt}_tokens"],
         cached_tokens=usage[f"{prompt}_tokens_details"]["cached_tokens"],
         completion_tokens=usage[f"{completion}_tokens"],
+        thought_tokens=usage[f"{completion}_tokens_details"]["reasoning_tokens"],
     )
 
 

@@ -65,6 +65,7 @@ class Batch(PublicIdModel):
     prompt_tokens = models.BigIntegerField(default=0)
     cached_tokens = models.BigIntegerField(default=0)
     completion_tokens = models.BigIntegerField(default=0)
+    thought_tokens = models.BigIntegerField(default=0)
 
     expires_at = models.DateTimeField()
     in_progress_at = models.DateTimeField(null=True)

@@ -21,6 +21,10 @@ from controlplane.tenancy.scoping import tenant_scope
 Status = Batch.Status
 
 
+#: The sums of a batch, which its results have, too.
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "thought_tokens")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """The result of one line."""
@@ -31,6 +35,7 @@ class Result:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    thought_tokens: int = 0
 
 
 def begin_validation(lease: Lease) -> None:
@@ -68,10 +73,7 @@ def keep(lease: Lease, found: list[Result]) -> None:
         Batch.objects.filter(pk=batch.pk).update(
             num_failed=F("num_failed") + num_failed,
             num_completed=F("num_completed") + len(found) - num_failed,
-            **{
-                name: F(name) + sum(getattr(result, name) for result in found)
-                for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
-            },
+            **{name: F(name) + sum(getattr(result, name) for result in found) for name in _COUNTS},
         )
     BATCH_LINES.labels("failed").inc(num_failed)
     BATCH_LINES.labels("completed").inc(len(found) - num_failed)

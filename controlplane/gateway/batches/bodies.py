@@ -62,7 +62,7 @@ class BatchUsageSerializer(serializers.Serializer[Batch]):
         return {"cached_tokens": batch.cached_tokens}
 
     def get_output_tokens_details(self, batch: Batch) -> dict[str, int]:
-        return {"reasoning_tokens": 0}
+        return {"reasoning_tokens": batch.thought_tokens}
 
     def get_total_tokens(self, batch: Batch) -> int:
         return batch.prompt_tokens + batch.completion_tokens

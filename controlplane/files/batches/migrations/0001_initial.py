@@ -90,6 +90,7 @@ class Migration(migrations.Migration):
                 ("prompt_tokens", models.BigIntegerField(default=0)),
                 ("cached_tokens", models.BigIntegerField(default=0)),
                 ("completion_tokens", models.BigIntegerField(default=0)),
+                ("thought_tokens", models.BigIntegerField(default=0)),
                 ("expires_at", models.DateTimeField()),
                 ("in_progress_at", models.DateTimeField(null=True)),
                 ("finalizing_at", models.DateTimeField(null=True)),

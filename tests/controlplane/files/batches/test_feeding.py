@@ -26,6 +26,7 @@ USAGE = {
     "prompt_tokens": 2,
     "completion_tokens": 3,
     "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 1},
 }
 
 

@@ -17,6 +17,8 @@ from controlplane.tenancy.row_lease import LeaseLost
 from controlplane.tenancy.scoping import tenant_scope
 from tests.controlplane.conftest import Party
 
+COUNTS = {"prompt_tokens": 2, "cached_tokens": 1, "completion_tokens": 3, "thought_tokens": 4}
+
 
 def make(party: Party, num: int = 1, **fields: object) -> list[Batch]:
     with tenant_scope(party.tenant.id):
@@ -46,7 +48,7 @@ def lapse(lease: Lease) -> None:
 
 
 def result(line: int, *, is_error: bool = False) -> Result:
-    return Result(line=line, is_error=is_error, output="{}", prompt_tokens=2, completion_tokens=3)
+    return Result(line=line, is_error=is_error, output="{}", **COUNTS)
 
 
 def test_a_batch_is_claimed_once_until_its_lease_is_over(acme: Party) -> None:
@@ -86,7 +88,7 @@ def test_results_are_counted_in_the_transaction_that_keeps_them(acme: Party) -> 
     results.keep(lease, [result(1), result(2, is_error=True), result(5)])
     batch = lease.renew()
     assert (batch.num_completed, batch.num_failed) == (2, 1)
-    assert (batch.prompt_tokens, batch.completion_tokens) == (6, 9)
+    assert {name: getattr(batch, name) for name in COUNTS} == {n: 3 * c for n, c in COUNTS.items()}
     assert results.done_lines(lease) == {1, 2, 5}
 
 
@@ -97,7 +99,7 @@ def test_results_that_are_written_again_after_a_lost_commit_count_once(acme: Par
     results.keep(lease, [result(1), result(2, is_error=True), result(3)])
     batch = lease.renew()
     assert (batch.num_completed, batch.num_failed) == (2, 1)
-    assert (batch.prompt_tokens, batch.completion_tokens) == (6, 9)
+    assert {name: getattr(batch, name) for name in COUNTS} == {n: 3 * c for n, c in COUNTS.items()}
     assert results.done_lines(lease) == {1, 2, 3}
 
 
