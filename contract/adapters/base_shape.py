@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from contract.adapters.families import MLP, QKV, O, facts_of
+
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-_QWEN3_HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """The matrices of a Llama-shaped base model that an adapter may change.
+    """The matrices of a base model that an adapter may change.
 
+    head_dim, kv_heads  width of a head, and the number of those of keys and values
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
@@ -21,6 +23,8 @@ class BaseShape:
     """
 
     num_layers: int
+    head_dim: int
+    kv_heads: int
     linears: Mapping[str, tuple[int, int]]
     hidden: int
     vocab: int
@@ -38,42 +42,26 @@ class BaseShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
         """Read a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+        facts = facts_of(config)
         hidden = _size(config, "hidden_size")
         inner = _size(config, "intermediate_size")
         num_heads = _size(config, "num_attention_heads")
-        family = config.get("model_type")
-        # What a config leaves out is what it is to transformers, and so to the engine.
-        default = _QWEN3_HEAD_DIM if family == "qwen3" else hidden // num_heads
-        head_dim = _size(config, "head_dim", default)
-        queries = num_heads * head_dim
-        keys = _size(config, "num_key_value_heads", num_heads) * head_dim
+        kv_heads = _size(config, "num_key_value_heads", num_heads)
+        head_dim = _size(config, "head_dim", facts.head_dim or hidden // num_heads)
+        queries, keys = num_heads * head_dim, kv_heads * head_dim
+        tied = config.get("tie_word_embeddings")
+        widths = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+        widths += [(hidden, inner), (hidden, inner), (inner, hidden)]
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
+            head_dim=head_dim,
+            kv_heads=kv_heads,
             hidden=hidden,
             vocab=_size(config, "vocab_size"),
-            is_tied=bool(config.get("tie_word_embeddings")),
-            biased=_biased(config),
-            linears={
-                "self_attn.q_proj": (hidden, queries),
-                "self_attn.k_proj": (hidden, keys),
-                "self_attn.v_proj": (hidden, keys),
-                "self_attn.o_proj": (queries, hidden),
-                "mlp.gate_proj": (hidden, inner),
-                "mlp.up_proj": (hidden, inner),
-                "mlp.down_proj": (inner, hidden),
-            },
+            is_tied=facts.is_tied if tied is None else bool(tied),
+            biased=facts.biased(config),
+            linears=dict(zip((*QKV, *O, *MLP), widths, strict=True)),
         )
-
-
-def _biased(config: Mapping[str, Any]) -> frozenset[str]:
-    names: set[str] = set()
-    if config.get("attention_bias") or config.get("model_type") == "qwen2":
-        names |= {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
-    if config.get("attention_bias"):
-        names.add("self_attn.o_proj")
-    if config.get("mlp_bias"):
-        names |= {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-    return frozenset(names)
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

@@ -189,6 +189,8 @@ def base_shape(model: ModelConfig) -> BaseShape:
     layer = [Site(0, projection) for projection in range(len(PROJECTION_NAMES))]
     return BaseShape(
         num_layers=model.num_layers,
+        head_dim=model.head_dim,
+        kv_heads=model.num_kv_heads,
         linears={site.linear: site.widths(model) for site in layer},
         hidden=model.hidden_size,
         vocab=model.vocab_size,

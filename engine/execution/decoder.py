@@ -245,7 +245,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
         config, index = self._config, self._index
-        eps = config.rms_norm_eps
+        eps = config.plan.eps
         if residual is None:
             residual, x = hidden, rms_norm(hidden, self._input_norm, eps)
         else:
@@ -280,7 +280,7 @@ class Decoder:
     """The whole model: token ids in, logits of the rows that sample out."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._eps = config.rms_norm_eps
+        self._eps = config.plan.eps
         self._embedding, self._norm = weights.embedding, weights.norm
         self._layers = [
             DecoderLayer(config, i, layer, weights.may_pack)

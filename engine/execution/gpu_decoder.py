@@ -101,7 +101,7 @@ class GpuModel:
         self._linear = linear
         self._scale = config.head_dim**-0.5
         self._cos, self._sin = rope_tables(
-            config.head_dim, config.rope_theta, config.rope_scaling, max_positions, self.device
+            config.head_dim, config.plan.rotation, max_positions, self.device
         )
         self._before: torch.cuda.Stream | None = None
         self._after: torch.cuda.Stream | None = None
@@ -114,7 +114,7 @@ class GpuModel:
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
         """Compute the logits of the rows to sample; write the new tokens' KV to the arena."""
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights, eps = self.weights, self.config.plan.eps
         residual = functional.embedding(batch.token_ids, weights.embedding)
         if batch.extras is not None:
             for arrival in batch.arrivals:
@@ -200,7 +200,7 @@ class GpuModel:
             delta=delta,
             bias=layer.qkv_bias,
             norm=layer.qk_norm,
-            eps=self.config.rms_norm_eps,
+            eps=self.config.plan.eps,
             scales=scales,
         )
         return self._attend(batch, index, q, layer.o)
@@ -263,7 +263,7 @@ class GpuModel:
 
         norm  its weight, and the matrix that multiplies what is normed; None: the last one
         """
-        eps, (weight, bias) = self.config.rms_norm_eps, linear
+        eps, (weight, bias) = self.config.plan.eps, linear
         is_long = x.num_rows >= _LONG and bias is None and batch.extras is None
         onto = residual if is_long and isinstance(weight, torch.Tensor) else None
         out, delta, scales = self._linear_with_lora(

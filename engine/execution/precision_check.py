@@ -63,9 +63,7 @@ class PrecisionCheck:
         self._batch = _batch(prompts, config.page_size, config.device)
         device = torch.device(config.device)
         longest = max(map(len, prompts))
-        self._rope = rope_tables(
-            model.head_dim, model.rope_theta, model.rope_scaling, longest, device
-        )
+        self._rope = rope_tables(model.head_dim, model.plan.rotation, longest, device)
         has_fp8_kv = config.kv_precision == "fp8"
         self._kinds = ["reference", "all", *_KINDS, *(["kv"] if has_fp8_kv else [])]
         self._plain = self._served = self._attention(None, ())
@@ -106,7 +104,7 @@ class PrecisionCheck:
         normed = {}
         for kind, (hidden, residual) in states.items():
             assert residual is not None
-            normed[kind], _ = add_rms_norm(hidden, residual, norm, self._model.rms_norm_eps)
+            normed[kind], _ = add_rms_norm(hidden, residual, norm, self._model.plan.eps)
         reference = normed.pop("reference")
 
         def logits(x: torch.Tensor) -> torch.Tensor:

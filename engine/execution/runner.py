@@ -115,7 +115,7 @@ class ModelRunner:
         self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         self._rope = RopeTables(
-            model.head_dim, model.rope_theta, model.rope_scaling, max_positions, self.arena.device
+            model.head_dim, model.plan.rotation, max_positions, self.arena.device
         )
         if config.is_cpu:
             keep_freed_memory()
@@ -133,7 +133,7 @@ class ModelRunner:
                 arena=self.arena,
                 layout=layout,
                 num_heads=model.num_heads,
-                windows=model.windows,
+                windows=model.plan.windows,
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:

@@ -7,7 +7,6 @@ RoPE: Su et al., RoFormer (arXiv:2104.09864). The arithmetic follows transformer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,6 +105,17 @@ class YarnScaling:
         return width * waves / (2 * math.log(theta))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How q and k turn with their position.
+
+    scaling  None: the frequencies are not scaled
+    """
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
 class RopeTables:
     """Holds cos and sin, each [M, D] fp32 by position; the second half of a row repeats the first.
 
@@ -113,13 +123,9 @@ class RopeTables:
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        scaling: RopeScaling | None,
-        max_positions: int,
-        device: torch.device,
+        self, head_dim: int, rotation: Rotation, max_positions: int, device: torch.device
     ) -> None:
+        theta, scaling = rotation.theta, rotation.scaling
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         inverse = 1.0 / (theta**exponents)
         self._inverse = inverse if scaling is None else scaling.scale(inverse, theta)
@@ -143,35 +149,24 @@ class RopeTables:
 
 
 def rope_tables(
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None,
-    max_positions: int,
-    device: torch.device,
+    head_dim: int, rotation: Rotation, max_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of `RopeTables` with all rows filled, each [max_positions, D] fp32."""
-    tables = RopeTables(head_dim, theta, scaling, max_positions, device)
+    tables = RopeTables(head_dim, rotation, max_positions, device)
     tables.extend_to(max_positions)
     return tables.cos, tables.sin
 
 
-def read_rope(
-    fields: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
-    """Return (theta, scaling) of a config.json; raise UnsupportedModel naming the parameter.
+def read_rotation(parameters: object, theta: object, max_position_embeddings: int) -> Rotation:
+    """Read a rope dict of config.json; raise UnsupportedModel naming the parameter.
 
-    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
+    theta  the field `rope_theta`, which counts where the dict has none
     """
-    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    if new and old and new != old:
+    given = _Parameters(parameters, rope_theta=theta)
+    base = given.number("rope_theta", _DEFAULT_THETA)
+    if base <= 1:
         raise UnsupportedModel(
-            "config.json: rope_scaling and rope_parameters differ", param="rope_scaling"
-        )
-    given = _Parameters(new or old, rope_theta=fields.get("rope_theta"))
-    theta = given.number("rope_theta", _DEFAULT_THETA)
-    if theta <= 1:
-        raise UnsupportedModel(
-            f"config.json: rope_theta is {theta}, not above 1", param="rope_theta"
+            f"config.json: rope_theta is {base}, not above 1", param="rope_theta"
         )
     old_type = given.take("type", "default")
     rope_type = given.take("rope_type", old_type)
@@ -187,7 +182,7 @@ def read_rope(
     elif rope_type == "yarn":
         scaling = _yarn(given, max_position_embeddings)
     given.check_all_taken()
-    return theta, scaling
+    return Rotation(theta=base, scaling=scaling)
 
 
 def _llama3(given: _Parameters, max_position_embeddings: int) -> Llama3Scaling:

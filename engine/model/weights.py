@@ -401,7 +401,7 @@ def _load_extras(
         biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
         extras["gate_up_bias"] = torch.cat(biases)
         extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
-    if config.qk_norm:
+    if config.plan.qk_norm is not None:
         norms = [checkpoint.load(f"{attention}.{name}_norm.weight", head) for name in "qk"]
         extras["qk_norm"] = torch.stack(norms)
     return extras

@@ -46,7 +46,9 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the further bytes of a token in a layer that is not computed again."""
     heads, rotated = config.q_size, config.q_size + config.kv_size
     kept = rotated + config.kv_size + heads + 2 * config.intermediate_size
-    return dtype.itemsize * (kept + config.qk_norm * rotated) + 4 * config.num_heads
+    return (
+        dtype.itemsize * (kept + (config.plan.qk_norm is not None) * rotated) + 4 * config.num_heads
+    )
 
 
 def plan_memory(

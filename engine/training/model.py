@@ -47,11 +47,7 @@ class TrainingModel:
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         self._rope = RopeTables(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            config.max_positions,
-            weights.embedding.device,
+            config.head_dim, config.plan.rotation, config.max_positions, weights.embedding.device
         )
 
     @property
@@ -103,7 +99,7 @@ class TrainingModel:
     ) -> torch.Tensor:
         """Return the LM head's inputs before each answer token [N, E]; forward alone."""
         hidden = self._forward(batch, sites, pools)
-        norm = Norm(self._weights.norm, self.config.rms_norm_eps)
+        norm = Norm(self._weights.norm, self.config.plan.eps)
         return norm.forward(hidden[batch.predicting])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -137,7 +133,7 @@ class TrainingModel:
         pools: Pools,
     ) -> torch.Tensor:
         """hidden [T, E] -> [T, E]"""
-        layer, eps = self._weights.layers[index], self.config.rms_norm_eps
+        layer, eps = self._weights.layers[index], self.config.plan.eps
         keep, segments = index >= self.num_recomputed, batch.segments
         qkv, o, gate_up, down = sites
         hidden = attention_sublayer(
@@ -171,12 +167,12 @@ class TrainingModel:
             sin=self._rope.sin,
             window=config.window(index),
             qk_norm=layer.qk_norm,
-            eps=config.rms_norm_eps,
+            eps=config.plan.eps,
         )
 
     def _loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self._weights
         return answer_loss(
             hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
-            norm=Norm(weights.norm, self.config.rms_norm_eps),
+            norm=Norm(weights.norm, self.config.plan.eps),
         )  # fmt: skip

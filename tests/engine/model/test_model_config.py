@@ -15,7 +15,7 @@ from contract.adapters.base_shape import context_length
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.hf_weights import share_model
-from engine.model.rope import rope_tables
+from engine.model.rope import Rotation, rope_tables
 from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
@@ -52,7 +52,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
             "vocab_size": 32000,
         },
-        {"windows": (4096,) * 32, "rope_theta": 10000.0, "rope_scaling": None},
+        {"windows": (4096,) * 32, "rotation": Rotation(theta=10000.0)},
     ),
     "mistral-nemo": (
         {
@@ -88,7 +88,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
             "vocab_size": 151936,
         },
-        {"qk_norm": True, "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
+        {"qk_norm": "head", "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
     ),
 }  # fmt: skip
 
@@ -97,7 +97,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_published_configs(name: str) -> None:
     fields, expected = PUBLISHED[name]
     config = ModelConfig.from_fields(fields, fields.get("eos_token_id"))
-    assert {key: getattr(config, key) for key in expected} == expected
+    found = {
+        key: getattr(config.plan if hasattr(config.plan, key) else config, key) for key in expected
+    }
+    assert found == expected
     assert context_length(fields) == config.max_positions  # what the worker and the gateway say
 
 
@@ -125,9 +128,7 @@ def test_rope_tables_are_hugging_faces(rope: dict[str, Any], theta: float, head_
     fields = {**COMMON, "head_dim": head_dim, "rope_parameters": {**rope, "rope_theta": theta}}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **fields))
     config = ModelConfig.from_fields({**LLAMA, **fields}, None)
-    cos, sin = rope_tables(
-        config.head_dim, config.rope_theta, config.rope_scaling, 300, torch.device("cpu")
-    )
+    cos, sin = rope_tables(config.head_dim, config.plan.rotation, 300, torch.device("cpu"))
     expected = theirs(torch.zeros(1), torch.arange(300)[None])
     assert torch.equal(cos, expected[0][0])
     assert torch.equal(sin, expected[1][0])
@@ -351,6 +352,6 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert share_model(model).config == config
     model_type, _ = FAMILIES[name]
-    assert config.qk_norm == (model_type == "qwen3")
+    assert (config.plan.qk_norm == "head") == (model_type == "qwen3")
     assert config.qkv_bias == (model_type == "qwen2" or name.endswith("biases"))
     assert config.o_bias == name.endswith("biases")
