@@ -76,7 +76,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_positions=1 << 16,
-    plan=Plan(eps=1e-5, rotation=Rotation(theta=10_000.0)),
+    plan=Plan(eps=1e-5, rotations=(Rotation(theta=10_000.0),) * 32),
     tie_embeddings=True,
     eos_token_ids=(0,),
 )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.adapters.families import MLP, QKV, O, facts_of
+from contract.adapters.families import FUSED, MLP, QKV, O, facts_of
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -20,6 +20,7 @@ class BaseShape:
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
+    fuses            linears that the base has as one; adapters may name either
     """
 
     num_layers: int
@@ -30,6 +31,7 @@ class BaseShape:
     vocab: int
     is_tied: bool
     biased: frozenset[str] = frozenset()
+    fuses: tuple[tuple[str, ...], ...] = ()
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
@@ -38,6 +40,18 @@ class BaseShape:
             for linear, widths in self.linears.items():
                 yield f"model.layers.{layer}.{linear}", layer, widths
         yield HEAD, None, (self.hidden, self.vocab)
+
+    def fused(self) -> BaseShape:
+        """Return the shape with the linears that the base has as one under that one's name."""
+        linears: dict[str, tuple[int, int]] = {}
+        for name, widths in self.linears.items():
+            parts = next((parts for parts in self.fuses if name in parts), None)
+            if parts is None:
+                linears[name] = widths
+            else:
+                width_out = sum(self.linears[part][1] for part in parts)
+                linears[FUSED[parts]] = widths[0], width_out
+        return dataclasses.replace(self, linears=linears, biased=self.biased)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
@@ -60,6 +74,7 @@ class BaseShape:
             vocab=_size(config, "vocab_size"),
             is_tied=facts.is_tied if tied is None else bool(tied),
             biased=facts.biased(config),
+            fuses=facts.fuses,
             linears=dict(zip((*QKV, *O, *MLP), widths, strict=True)),
         )
 
@@ -76,11 +91,16 @@ def context_length(config: dict[str, Any]) -> int:
     """Return how many tokens, prompt and answer together, a base model reads.
 
     config  its config.json. YaRN stretches its original context by a factor, which configs that
-            were published with it do not multiply out.
+            were published with it do not multiply out; LongRoPE is served within the original one.
     """
     length = int(config.get("max_position_embeddings") or 0)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type", rope.get("type"))
+    original = rope.get("original_max_position_embeddings")
+    if kind in ("longrope", "su"):
+        return int(original or config.get("original_max_position_embeddings") or length)
+    if kind != "yarn":
         return length
-    original = rope.get("original_max_position_embeddings") or length
+    original = original or length
     return max(length, int((rope.get("factor") or 1) * original))

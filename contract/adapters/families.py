@@ -33,10 +33,12 @@ class Facts:
 
     head_dim  the width of a head where config.json has none; None: hidden size / heads
     is_tied   whether the embedding is the last matrix, too, where config.json does not say
+    fuses     linears that the family has as one, side by side: QKV, or gate and up
     """
 
     head_dim: int | None = None
     is_tied: bool = False
+    fuses: tuple[tuple[str, ...], ...] = ()
     biases: tuple[Bias, ...] = ()
 
     def biased(self, config: Mapping[str, Any]) -> frozenset[str]:
@@ -49,6 +51,10 @@ class Facts:
         return frozenset(found)
 
 
+GATE_UP = MLP[:2]
+#: The module that such linears are.
+FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
+
 _ATTENTION = Bias(linears=QKV + O, field="attention_bias")
 _MLP = Bias(linears=MLP, field="mlp_bias")
 
@@ -58,6 +64,28 @@ FAMILIES = {
     "mistral": Facts(),
     "qwen2": Facts(biases=(Bias(linears=QKV),)),
     "qwen3": Facts(head_dim=128, biases=(_ATTENTION,)),
+    "smollm3": Facts(is_tied=True, biases=(_ATTENTION, _MLP)),
+    "granite": Facts(biases=(_ATTENTION, _MLP)),
+    "phi3": Facts(fuses=(QKV, GATE_UP)),
+    "olmo2": Facts(biases=(_ATTENTION,)),
+    "gemma3_text": Facts(head_dim=256, is_tied=True, biases=(_ATTENTION,)),
+    "seed_oss": Facts(
+        head_dim=128,
+        biases=(
+            Bias(linears=QKV, field="attention_bias", default=True),
+            Bias(linears=O, field="attention_out_bias"),
+            _MLP,
+        ),
+    ),
+    "ministral3": Facts(head_dim=128),
+    "exaone4": Facts(),
+    "glm4": Facts(
+        head_dim=128,
+        biases=(Bias(linears=QKV, field="attention_bias", default=True),),
+        fuses=(GATE_UP,),
+    ),
+    "olmo3": Facts(biases=(_ATTENTION,)),
+    "cohere2": Facts(is_tied=True, biases=(_ATTENTION,)),
 }
 
 

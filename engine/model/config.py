@@ -29,6 +29,7 @@ _SIZES = (
 class ModelConfig:
     """The shape of a decoder.
 
+    fuses   linears that checkpoints have as one: QKV, or gate and up
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     scheme  how the checkpoint stores its quantised linears; None: none is quantised
     """
@@ -44,6 +45,7 @@ class ModelConfig:
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...]
     plan: Plan
+    fuses: tuple[tuple[str, ...], ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -70,6 +72,12 @@ class ModelConfig:
             (hidden, inner),
             (inner, hidden),
         )
+
+    @property
+    def attention_scale(self) -> float:
+        """Return the factor of the scores."""
+        scale = self.plan.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a token of this layer attends to, itself included; None: all."""
@@ -105,11 +113,13 @@ class ModelConfig:
             if bias.field is not None:
                 fields.flag(bias.field)
         plan = PLANS[family](fields)
-        _check_activation(fields)
+        if not plan.is_gelu:
+            fields.activation()
         fields.refuse_unread()
         shape = BaseShape.from_config(given)
-        if plan.rotation.scaling is not None:
-            max_positions = max(max_positions, plan.rotation.scaling.max_positions)
+        scalings = [each.scaling for each in plan.rotations if each is not None and each.scaling]
+        max_positions = max(max_positions, *(scaling.max_positions for scaling in scalings), 0)
+        max_positions = min(max_positions, plan.max_positions or max_positions)
         if all(window is None or window >= max_positions for window in plan.windows):
             plan = replace(plan, windows=())
         if num_heads % shape.kv_heads or shape.head_dim % 2:
@@ -131,10 +141,11 @@ class ModelConfig:
             tie_embeddings=shape.is_tied,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
             plan=plan,
+            fuses=shape.fuses,
             qkv_bias=shape.biased >= {*QKV},
             o_bias=shape.biased >= {*O},
             mlp_bias=shape.biased >= {*MLP},
-            scheme=read_scheme(given, _modules(num_layers)),
+            scheme=read_scheme(given, _modules(num_layers, shape, plan)),
         )
 
 
@@ -145,19 +156,10 @@ def _check_kv_heads(fields: Fields, family: str) -> None:
         )
 
 
-def _check_activation(fields: Fields) -> None:
-    activation = fields.take("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(
-            f"config.json: hidden_act is {activation!r}, not silu", param="hidden_act"
-        )
-
-
-def _modules(num_layers: int) -> list[str]:
+def _modules(num_layers: int, shape: BaseShape, plan: Plan) -> list[str]:
     """Return the names of a decoder's modules, as checkpoints spell them."""
-    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
-    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    parts = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
+    parts = [*(shape.fused() if shape.fuses else shape).linears]
+    parts += filter(None, plan.norms)
     layers = [f"model.layers.{i}.{part}" for i in range(num_layers) for part in parts]
     return ["lm_head", "model.embed_tokens", "model.norm", *layers]
 

@@ -39,7 +39,9 @@ def bytes_per_element(dtype: torch.dtype) -> int:
 
 def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes that a layer always keeps of a token: inputs of its halves, rank rows."""
-    return dtype.itemsize * (2 * config.hidden_size + 7 * RANK_BLOCK)
+    norms = config.plan.norms
+    outputs = (norms.attention_out is not None) + (norms.mlp_out is not None)
+    return dtype.itemsize * ((2 + outputs) * config.hidden_size + 7 * RANK_BLOCK)
 
 
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

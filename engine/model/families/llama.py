@@ -7,4 +7,4 @@ from engine.model.plan import Plan
 
 
 def read_plan(fields: Fields) -> Plan:
-    return Plan(eps=fields.epsilon(), rotation=fields.rotation())
+    return Plan(eps=fields.epsilon(), rotations=fields.rotations())

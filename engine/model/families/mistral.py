@@ -13,5 +13,5 @@ def read_plan(fields: Fields) -> Plan:
     windows: tuple[int | None, ...] = ()
     if window is not None:
         size = fields.size("sliding_window", _WINDOW)
-        windows = (size,) * fields.size("num_hidden_layers")
-    return Plan(eps=fields.epsilon(), rotation=fields.rotation(), windows=windows)
+        windows = (size,) * len(fields.layers)
+    return Plan(eps=fields.epsilon(), rotations=fields.rotations(), windows=windows)

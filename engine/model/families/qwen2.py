@@ -11,7 +11,7 @@ _FULL_LAYERS = 28
 
 
 def read_plan(fields: Fields) -> Plan:
-    return Plan(eps=fields.epsilon(), rotation=fields.rotation(), windows=read_windows(fields))
+    return Plan(eps=fields.epsilon(), rotations=fields.rotations(), windows=read_windows(fields))
 
 
 def read_windows(fields: Fields) -> tuple[int | None, ...]:
@@ -26,6 +26,6 @@ def read_windows(fields: Fields) -> tuple[int | None, ...]:
             f"config.json: max_window_layers is {num_full!r}, not a whole number",
             param="max_window_layers",
         )
-    layers = range(fields.size("num_hidden_layers"))
+    layers = fields.layers
     default = [FULL if i < num_full or window is None else SLIDING for i in layers]
     return windows_of(fields.layer_types(default), window)

@@ -10,7 +10,7 @@ from engine.model.plan import Plan
 def read_plan(fields: Fields) -> Plan:
     return Plan(
         eps=fields.epsilon(),
-        rotation=fields.rotation(),
+        rotations=fields.rotations(),
         windows=read_windows(fields),
         qk_norm="head",
     )

@@ -36,7 +36,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_positions=64,
-    plan=Plan(eps=1e-5, rotation=Rotation(theta=10_000.0)),
+    plan=Plan(eps=1e-5, rotations=(Rotation(theta=10_000.0),) * 2),
     tie_embeddings=False,
     eos_token_ids=(),
 )

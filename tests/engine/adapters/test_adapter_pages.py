@@ -24,7 +24,7 @@ from kernels import PageLayout
 
 _COMMON: dict[str, Any] = {
     "max_positions": 64,
-    "plan": Plan(eps=1e-5, rotation=Rotation(theta=1e4)),
+    "plan": Plan(eps=1e-5, rotations=(Rotation(theta=1e4),)),
     "tie_embeddings": False,
     "eos_token_ids": (),
 }
