@@ -12,7 +12,7 @@ from engine.model.rope import Rotation, read_rotation
 # Fields that say nothing about the arithmetic of inference.
 _NEUTRAL = frozenset({
     "_attn_implementation_autoset", "_from_model_config", "_name_or_path",
-    "_model_name_or_path", "architectures", "attention_dropout", "bos_token_id",
+    "_model_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
     "cache_implementation", "dtype",
     "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config",
     "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",

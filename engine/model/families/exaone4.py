@@ -13,10 +13,11 @@ def read_plan(fields: Fields) -> Plan:
     """Read the plan. Without a window, all layers are full, and all of them turn."""
     is_null = fields.has("sliding_window") and fields.take("sliding_window") is None
     window = None if is_null else fields.size("sliding_window", _WINDOW)
-    pattern = fields.take("sliding_window_pattern", _PATTERN)
+    fields.take("sliding_window_pattern")  # words in published configs, which have layer_types
+    default = [FULL] * len(fields.layers)
     if fields.take("layer_types") is None and window is not None:
         pattern = fields.size("sliding_window_pattern", _PATTERN)
-    default = [FULL if window is None or (i + 1) % pattern == 0 else SLIDING for i in fields.layers]
+        default = [SLIDING if (i + 1) % pattern else FULL for i in fields.layers]
     types = fields.layer_types(default)
     rotations = fields.rotations()
     return Plan(

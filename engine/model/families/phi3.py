@@ -12,6 +12,8 @@ def read_plan(fields: Fields) -> Plan:
     """Read the plan. With LongRoPE the context is the original one: its short divisors alone."""
     for name in ("embd_pdrop", "resid_pdrop"):
         fields.take(name)
+    for name in ("full_attn_mod", "interpolate_factor"):  # transformers does not read them
+        fields.expect(name, 1)
     rope, longest = dict(fields.rope() or {}), fields.size("max_position_embeddings")
     original = fields.take("original_max_position_embeddings")
     if rope.get("rope_type", rope.get("type")) == "su":

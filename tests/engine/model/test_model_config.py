@@ -102,6 +102,107 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"qk_norm": "head", "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
     ),
+    "smollm3-3b": (
+        {
+            "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 11008,
+            "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+            "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+            "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+            "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256,
+        },
+        {"rotations": (*[Rotation(theta=5e6)] * 3, None) * 9, "tie_embeddings": True},
+    ),
+    "granite-3.3-8b-instruct": (
+        {
+            "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 12800, "logits_scaling": 16.0,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
+            "tie_word_embeddings": True, "vocab_size": 49159,
+        },
+        {"embedding_scale": 12 / 0.22, "logit_scale": 1 / 16, "attention_scale": 1 / 128},
+    ),
+    "phi-4-mini-instruct": (
+        {
+            "model_type": "phi3", "attention_bias": False, "auto_map": {"AutoConfig": "x.Config"},
+            "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+            "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+            "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope",
+            },
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        {"max_positions": 4096, "windows": (), "head_dim": 128},
+    ),
+    "gemma-3-1b-it": (
+        {
+            "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+            "final_logit_softcapping": None, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "intermediate_size": 6912, "max_position_embeddings": 32768,
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+            "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+            "sliding_window_pattern": 6, "vocab_size": 262144,
+        },
+        {
+            "windows": (((512,) * 5 + (None,)) * 5)[:26], "tie_embeddings": True,
+            "attention_scale": 1 / 16, "embedding_scale": 1152**0.5,
+            "rotations": (((Rotation(theta=1e4),) * 5 + (Rotation(theta=1e6),)) * 5)[:26],
+        },
+    ),
+    "exaone-4.0-32b, shortened": (
+        {
+            "model_type": "exaone4", "hidden_act": "silu", "hidden_size": 5120, "head_dim": 128,
+            "intermediate_size": 27392, "max_position_embeddings": 131072,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_attention_heads": 40, "num_hidden_layers": 4, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000, "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG", "tie_word_embeddings": False, "vocab_size": 102400,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+        {"windows": (4096, 4096, 4096, None), "max_positions": 131072},
+    ),
+    "command-r7b, shortened": (
+        {
+            "model_type": "cohere2", "attention_bias": False, "cache_implementation": "hybrid",
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4,
+            "logit_scale": 0.25, "max_position_embeddings": 132096, "num_attention_heads": 32,
+            "num_hidden_layers": 4, "num_key_value_heads": 8,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+            "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+            "use_embedding_sharing": True, "use_gated_activation": True,
+            "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+        },
+        {"windows": (4096, 4096, 4096, None), "logit_scale": 0.25, "tie_embeddings": True},
+    ),
+    "glm-4-9b-0414": (
+        {
+            "model_type": "glm4", "attention_bias": False, "eos_token_id": [151329, 151336],
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 13696, "max_position_embeddings": 32768,
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "vocab_size": 151552,
+        },
+        {"rotations": (Rotation(theta=1e4, share=0.5, is_interleaved=True),) * 40},
+    ),
 }  # fmt: skip
 
 
