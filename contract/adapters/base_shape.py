@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.adapters.families import FUSED, MLP, QKV, O, facts_of
+from contract.adapters.families import FUSED, MLP, QKV, O, facts_of, has_images, text_config
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -21,6 +21,7 @@ class BaseShape:
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
     fuses            linears that the base has as one; adapters may name either
+    has_images       it is the text model of one that sees images, so names may say language_model
     """
 
     num_layers: int
@@ -32,6 +33,7 @@ class BaseShape:
     is_tied: bool
     biased: frozenset[str] = frozenset()
     fuses: tuple[tuple[str, ...], ...] = ()
+    has_images: bool = False
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
@@ -56,6 +58,7 @@ class BaseShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
         """Read a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+        outer, config = config, text_config(config)
         facts = facts_of(config)
         hidden = _size(config, "hidden_size")
         inner = _size(config, "intermediate_size")
@@ -75,6 +78,7 @@ class BaseShape:
             is_tied=facts.is_tied if tied is None else bool(tied),
             biased=facts.biased(config),
             fuses=facts.fuses,
+            has_images=has_images(outer),
             linears=dict(zip((*QKV, *O, *MLP), widths, strict=True)),
         )
 
@@ -93,6 +97,10 @@ def context_length(config: dict[str, Any]) -> int:
     config  its config.json. YaRN stretches its original context by a factor, which configs that
             were published with it do not multiply out; LongRoPE is served within the original one.
     """
+    try:
+        config = dict(text_config(config))
+    except ValueError:
+        return 0
     length = int(config.get("max_position_embeddings") or 0)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}

@@ -33,11 +33,13 @@ class Facts:
 
     head_dim  the width of a head where config.json has none; None: hidden size / heads
     is_tied   whether the embedding is the last matrix, too, where config.json does not say
+    defaults  of fields that a text_config may leave out
     fuses     linears that the family has as one, side by side: QKV, or gate and up
     """
 
     head_dim: int | None = None
     is_tied: bool = False
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fuses: tuple[tuple[str, ...], ...] = ()
     biases: tuple[Bias, ...] = ()
 
@@ -68,7 +70,21 @@ FAMILIES = {
     "granite": Facts(biases=(_ATTENTION, _MLP)),
     "phi3": Facts(fuses=(QKV, GATE_UP)),
     "olmo2": Facts(biases=(_ATTENTION,)),
-    "gemma3_text": Facts(head_dim=256, is_tied=True, biases=(_ATTENTION,)),
+    "gemma3_text": Facts(
+        head_dim=256,
+        is_tied=True,
+        biases=(_ATTENTION,),
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
     "seed_oss": Facts(
         head_dim=128,
         biases=(
@@ -87,6 +103,28 @@ FAMILIES = {
     "olmo3": Facts(biases=(_ATTENTION,)),
     "cohere2": Facts(is_tied=True, biases=(_ATTENTION,)),
 }
+
+#: model_type of a model that sees images -> that of its text model where text_config does not say.
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+
+
+def has_images(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model that sees images, whose text model is served."""
+    family = config.get("model_type")
+    return isinstance(family, str) and family in WITH_IMAGES
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the text model alone. Raises ValueError if there is none."""
+    if not has_images(config):
+        return config
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise ValueError("text_config is not an object")
+    inner = {"model_type": WITH_IMAGES[config["model_type"]], **inner}
+    # The last matrix is the whole model's, and so is what it is tied to.
+    is_tied = config.get("tie_word_embeddings", True)
+    return {**facts_of(inner).defaults, **inner, "tie_word_embeddings": is_tied}
 
 
 def facts_of(config: Mapping[str, Any]) -> Facts:

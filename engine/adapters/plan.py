@@ -225,4 +225,5 @@ def base_shape(model: ModelConfig) -> BaseShape:
         is_tied=model.tie_embeddings,
         biased=frozenset(site.linear for site in layer if site.has_bias(model)),
         fuses=model.fuses,
+        has_images=model.has_images,
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from contract.adapters.base_shape import BaseShape
-from contract.adapters.families import FAMILIES, MLP, QKV, O
+from contract.adapters.families import FAMILIES, MLP, QKV, O, has_images, text_config
 from engine.errors import UnsupportedModel
 from engine.model.families import PLANS
-from engine.model.fields import Fields
+from engine.model.fields import NEUTRAL, Fields
 from engine.model.plan import Plan
 from engine.model.quantization import Fp8Scheme, Int4Scheme, read_scheme
 
@@ -23,6 +23,13 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
+# Fields beside text_config that do not change what the text model computes.
+_AROUND_TEXT = frozenset({
+    "boi_token_index", "eoi_token_index", "image_token_id", "image_token_index",
+    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
+    "spatial_merge_size", "text_config", "tie_word_embeddings", "vision_config",
+    "vision_feature_layer",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,7 @@ class ModelConfig:
     """The shape of a decoder.
 
     fuses   linears that checkpoints have as one: QKV, or gate and up
+    has_images  whether it is the text model of a checkpoint that has one for images, too
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     scheme  how the checkpoint stores its quantised linears; None: none is quantised
     """
@@ -46,6 +54,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     plan: Plan
     fuses: tuple[tuple[str, ...], ...] = ()
+    has_images: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -89,14 +98,15 @@ class ModelConfig:
         fields = _read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.exists() else {}
-        eos = generation.get("eos_token_id")
-        return cls.from_fields(fields, fields.get("eos_token_id") if eos is None else eos)
+        eos = generation.get("eos_token_id", fields.get("eos_token_id"))
+        return cls.from_fields(fields, _text_of(fields).get("eos_token_id") if eos is None else eos)
 
     @classmethod
     def from_fields(
         cls, given: dict[str, Any], eos_token_id: int | list[int] | None
     ) -> ModelConfig:
         """Check a parsed config.json; raise UnsupportedModel naming the field."""
+        outer, given = given, _text_of(given)
         family = given.get("model_type")
         if not isinstance(family, str) or family not in PLANS:
             raise UnsupportedModel(
@@ -116,7 +126,7 @@ class ModelConfig:
         if not plan.is_gelu:
             fields.activation()
         fields.refuse_unread()
-        shape = BaseShape.from_config(given)
+        shape = BaseShape.from_config(outer)
         scalings = [each.scaling for each in plan.rotations if each is not None and each.scaling]
         max_positions = max(max_positions, *(scaling.max_positions for scaling in scalings), 0)
         max_positions = min(max_positions, plan.max_positions or max_positions)
@@ -142,11 +152,26 @@ class ModelConfig:
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
             plan=plan,
             fuses=shape.fuses,
+            has_images=shape.has_images,
             qkv_bias=shape.biased >= {*QKV},
             o_bias=shape.biased >= {*O},
             mlp_bias=shape.biased >= {*MLP},
             scheme=read_scheme(given, _modules(num_layers, shape, plan)),
         )
+
+
+def _text_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model alone."""
+    if not has_images(given):
+        return given
+    for name, value in given.items():
+        is_known = name in _AROUND_TEXT | NEUTRAL and name != "quantization_config"
+        if value and not is_known:
+            raise UnsupportedModel(f"config.json: {name} is not supported", param=name)
+    try:
+        return dict(text_config(given))
+    except ValueError as error:
+        raise UnsupportedModel(f"config.json: {error}", param="text_config") from error
 
 
 def _check_kv_heads(fields: Fields, family: str) -> None:

@@ -10,7 +10,7 @@ from engine.errors import UnsupportedModel
 from engine.model.rope import Rotation, read_rotation
 
 # Fields that say nothing about the arithmetic of inference.
-_NEUTRAL = frozenset({
+NEUTRAL = frozenset({
     "_attn_implementation_autoset", "_from_model_config", "_name_or_path",
     "_model_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
     "cache_implementation", "dtype",
@@ -174,7 +174,7 @@ class Fields:
     def refuse_unread(self) -> None:
         """Refuse a field that is set and that nobody has read."""
         for name, value in self._given.items():
-            if value and name not in self._read and name not in _NEUTRAL:
+            if value and name not in self._read and name not in NEUTRAL:
                 raise UnsupportedModel(f"config.json: {name} is not supported", param=name)
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,17 @@ from kernels.int4 import Int4Matrix
 LINEARS = ("qkv", "o", "gate_up", "down")
 # Large tensors, whose values are not read to check whether a checkpoint fits.
 _NUMBERS = (".weight", ".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
+# Beginnings of names in models that see images -> those in their text models; None: it has none.
+_TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    **{
+        f"{model}{part}.": None
+        for model in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    },
+}
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A weight [out, in].
@@ -110,6 +121,28 @@ class TensorSource(Protocol):
         """Raise UnsupportedModel naming a tensor that was not taken."""
 
 
+class _Place(NamedTuple):
+    """A tensor in an open file."""
+
+    handle: Any
+    name: str
+
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.handle.get_tensor(self.name)
+        return tensor
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.handle.get_slice(self.name).get_shape())
+
+
+def text_name(name: str) -> str | None:
+    """Return the name of a tensor of a model with images in its text model; None: it has none."""
+    for prefix, own in _TEXT_NAMES.items():
+        if name.startswith(prefix):
+            return own and own + name.removeprefix(prefix)
+    return name
+
+
 class _Checkpoint:
     """The tensors of a model folder."""
 
@@ -119,6 +152,7 @@ class _Checkpoint:
         scheme: Fp8Scheme | Int4Scheme | None,
         device: str,
         dtype: torch.dtype,
+        has_images: bool = False,
     ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
         index_file = folder / "model.safetensors.index.json"
@@ -127,10 +161,11 @@ class _Checkpoint:
                 files = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
             else:
                 files = ["model.safetensors"]
-            self._places: dict[str, Any] = {}
+            self._places: dict[str, _Place] = {}
             for file in files:
                 handle: Any = safe_open(folder / file, framework="pt")
-                self._places.update(dict.fromkeys(handle.keys(), handle))
+                named = ((text_name(n) if has_images else n, n) for n in handle.keys())
+                self._places.update({own: _Place(handle, n) for own, n in named if own})
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UnsupportedModel(f"{folder}: cannot read the weights: {error}") from error
 
@@ -177,7 +212,7 @@ class _Checkpoint:
     def check_all_taken(self) -> None:
         if isinstance(self._scheme, Int4Scheme):  # some tools write a bias of zeros for each linear
             for name in [n for n in self._places if n.endswith("_proj.bias")]:
-                if not self._places[name].get_tensor(name).any():
+                if not self._places[name].tensor().any():
                     del self._places[name]
         if self._places:
             name = min(self._places)
@@ -189,7 +224,7 @@ class _Checkpoint:
         """Return the tensor as the file has it; raise UnsupportedModel unless it fits."""
         if name not in self._places:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
-        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
+        tensor = self._places.pop(name).tensor()
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
@@ -228,7 +263,7 @@ class _Checkpoint:
     def _take_scale(self, name: str, height: int) -> torch.Tensor:
         """Return scales [height] or [1] fp32; those of channels may be stored as a column."""
         stored = self._places.get(name)
-        shape = tuple(stored.get_slice(name).get_shape()) if stored is not None else ()
+        shape = stored.shape() if stored is not None else ()
         if shape not in {(), (1,), (height,), (height, 1)}:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(shape)}: neither one scale nor {height}",
@@ -288,7 +323,7 @@ def load_weights(
     in_fp8  quantise linears that the checkpoint does not have in FP8
     """
     for place, seen in (("meta", None), (device, watch)):
-        checkpoint = _Checkpoint(folder, config.scheme, place, dtype)
+        checkpoint = _Checkpoint(folder, config.scheme, place, dtype, config.has_images)
         scales = checkpoint.kv_scales(config.num_layers)
         weights = build_weights(checkpoint, config, in_fp8=in_fp8, kv_scales=scales, watch=seen)
     return weights

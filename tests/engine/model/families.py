@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.engine.conftest import save_tokenizer
 
@@ -136,6 +136,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2": ("cohere2", {"sliding_window": 11, "layer_types": MIXED, "logit_scale": 0.5}),
 }
+#: Of a model that sees images.
+WITH_IMAGES = {
+    "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
+    "mistral3": ("mistral", {"image_token_index": 250}),
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 4,
+}  # fmt: skip
 #: Families whose modules have these names in the place of Llama's.
 FUSED = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
@@ -163,12 +172,26 @@ def targets(name: str, linears: list[str]) -> list[str]:
     return list(dict.fromkeys(names.get(linear, linear) for linear in linears))
 
 
+def save_with_images(folder: Path, name: str) -> Path:
+    """A model folder of WITH_IMAGES, whose text model is random as in `save_family`."""
+    text, fields = WITH_IMAGES[name]
+    model_type, own = FAMILIES[text.removesuffix("-images")]
+    vision = {"model_type": "siglip_vision_model" if name == "gemma3" else "pixtral", **VISION}
+    inner = {**COMMON, "model_type": model_type, **own}
+    return _save(folder, name, {**fields, "text_config": inner, "vision_config": vision})
+
+
 def save_family(folder: Path, name: str, **changes: Any) -> Path:
     """A model folder of FAMILIES whose every parameter is random, biases and norms as well."""
     model_type, fields = FAMILIES[name]
     torch.manual_seed(len(name))
-    config = AutoConfig.for_model(model_type, **{**COMMON, **fields, **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    return _save(folder, model_type, {**COMMON, **fields, **changes})
+
+
+def _save(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
+    config = AutoConfig.for_model(model_type, **fields)
+    auto = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+    model = auto.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = 0.5 + torch.rand_like(parameter)

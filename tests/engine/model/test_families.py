@@ -20,6 +20,7 @@ from engine import Engine, EngineConfig
 from engine.adapters.plan import plan_adapter
 from engine.errors import AdapterMismatch
 from engine.model.config import ModelConfig
+from engine.model.hf_weights import share_model
 from tests.engine.conftest import (
     LINEARS,
     SMALL,
@@ -30,7 +31,14 @@ from tests.engine.conftest import (
     run,
     save_adapter,
 )
-from tests.engine.model.families import FAMILIES, ORIGINAL, save_family, targets
+from tests.engine.model.families import (
+    FAMILIES,
+    ORIGINAL,
+    WITH_IMAGES,
+    save_family,
+    save_with_images,
+    targets,
+)
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
@@ -222,6 +230,39 @@ def test_adapters_may_name_fused_linears_apart(
     shapes = {key: tuple(tensor.shape) for key, tensor in split.items()}
     with pytest.raises(AdapterMismatch, match=r"up_proj\.lora_A"):
         plan_adapter(config, shapes, model)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_the_text_of_a_model_with_images(tmp_path: Path, name: str) -> None:
+    """Its adapters are named as either version of transformers names them; PEFT has a pattern."""
+    base = save_with_images(tmp_path / "base", name)
+    pattern = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
+    new = save_adapter(base, tmp_path / "new", 1, r=4, lora_alpha=8, target_modules=pattern)
+    oracle = FamilyOracle(base, {"new": new})
+    engine, old, seeing = make_engine(oracle), tmp_path / "old", tmp_path / "seeing"
+    tensors = load_file(new / "adapter_model.safetensors")
+    assert all(".model.language_model.layers." in key for key in tensors)
+    config = (new / "adapter_config.json").read_text()
+    for folder in (old, seeing):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(config)
+    renamed = {
+        k.replace("model.language_model.", "language_model.model."): t.clone()
+        for k, t in tensors.items()
+    }
+    save_file(renamed, old / "adapter_model.safetensors")
+    engine.register_adapter("old", old)
+    for adapter in (None, "new", "old"):
+        tokens = prompt(3, 40)
+        got = run(engine, request("r", tokens, adapter=adapter, max_tokens=6, logprobs=20))["r"]
+        oracle.check(got, tokens, adapter and "new", 6)
+    vision = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({**tensors, vision: torch.ones(4, 16)}, seeing / "adapter_model.safetensors")
+    with pytest.raises(AdapterMismatch, match="vision_tower"):
+        engine.register_adapter("seeing", seeing)
+    engine.close()
+    model = load_base(base)
+    assert share_model(model).config == ModelConfig.from_folder(base)
 
 
 # Where every layer has a window, requests hold less.

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from contract.adapters.base_shape import BaseShape, context_length
 from contract.adapters.families import FAMILIES as KNOWN
+from contract.adapters.families import WITH_IMAGES
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.adapters import plan
 from engine.model.config import ModelConfig
@@ -160,6 +161,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "windows": (((512,) * 5 + (None,)) * 5)[:26], "tie_embeddings": True,
             "attention_scale": 1 / 16, "embedding_scale": 1152**0.5,
             "rotations": (((Rotation(theta=1e4),) * 5 + (Rotation(theta=1e6),)) * 5)[:26],
+        },
+    ),
+    "gemma-3-4b-it": (
+        {
+            "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000,
+            "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+            "mm_tokens_per_image": 256, "torch_dtype": "bfloat16",
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "sliding_window": 1024,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+        },
+        {
+            "has_images": True, "vocab_size": 262208, "num_heads": 8, "num_kv_heads": 4,
+            "head_dim": 256, "max_positions": 131072, "tie_embeddings": True,
         },
     ),
     "exaone-4.0-32b, shortened": (
@@ -364,6 +382,13 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("cohere2", rotary_pct=0.5), "rotary_pct"),
         (config_of("cohere2", head_dim=24), "head_dim"),
         (config_of("cohere2", use_qk_norm=True), "use_qk_norm"),
+        ({"model_type": "gemma3"}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {}, "audio_config": {"a": 1}}, "audio_config"),
+        (
+            {"model_type": "mistral3", "text_config": MISTRAL, "quantization_config": {"bits": 4}},
+            "quantization_config",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -374,7 +399,7 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
 
 
 def test_every_other_family_of_transformers_is_refused_by_name() -> None:
-    others = sorted(set(CONFIG_MAPPING) - set(PLANS))
+    others = sorted(set(CONFIG_MAPPING) - set(PLANS) - set(WITH_IMAGES))
     assert len(others) > 300
     for name in others:
         with pytest.raises(UnsupportedModel) as raised:
