@@ -29,7 +29,7 @@ class Bias:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a family has of its own.
+    """The facts of one family; a field that is not set is as in Llama.
 
     head_dim  the width of a head where config.json has none; None: hidden size / heads
     is_tied   whether the embedding is the last matrix, too, where config.json does not say

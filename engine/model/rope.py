@@ -124,7 +124,7 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """How q and k turn with their position.
+    """The rotation of q and k by their position.
 
     scaling  None: the frequencies are not scaled
     share    of a head's dimensions, the first, that turn
@@ -283,7 +283,7 @@ def _longrope(given: _Parameters, max_position_embeddings: int) -> LongRope:
     if factor > 1:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
     divisors = given.take("short_factor")
-    given.take("long_factor")  # of contexts longer than the original one, which are refused
+    given.take("long_factor")  # for contexts longer than the original one, which are refused
     is_list = isinstance(divisors, list) and all(isinstance(d, int | float) for d in divisors)
     if not is_list or not all(d > 0 for d in divisors):
         raise UnsupportedModel(

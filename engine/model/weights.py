@@ -70,7 +70,7 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
     down_bias: torch.Tensor | None = None  # [E]
-    qk_norm: torch.Tensor | None = None  # of q, then of k: [2, D] of a head, or [(H + K) D] of all
+    qk_norm: torch.Tensor | None = None  # q, then k: [2, D], or [(H + K) D]
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
 

@@ -12,7 +12,7 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.silu_mul import silu_mul_ref, silu_mul_triton, turned
 from kernels.training.norms import widen
 
-# Of z in `kernels.silu_mul`: the factor of x, and that of x^3 to it.
+# Factors in z of `kernels.silu_mul`: of x, and of x^3 to it.
 _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
