@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from contract.adapters.base_shape import EMBEDDING, HEAD, BaseShape
 from contract.adapters.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
+from contract.adapters.families import FUSED
 from contract.adapters.fit_causes import (
     Faults,
     Shape,
@@ -19,7 +20,7 @@ from contract.adapters.fit_causes import (
     vocabulary_problem,
 )
 from contract.adapters.peft_config import FILE as CONFIG_FILE
-from contract.adapters.peft_config import SAVE_FIELD, TOKENS_FIELD, LoraConfig
+from contract.adapters.peft_config import SAVE_FIELD, TOKENS_FIELD, AdaptedModules, LoraConfig
 from contract.adapters.problems import AdapterProblems, Problem, shown
 from contract.adapters.safetensors_header import FILE as TENSORS_FILE
 from contract.adapters.tensor_names import (
@@ -37,6 +38,9 @@ from contract.adapters.tensor_names import (
     key_of,
     matrices,
     name_problem,
+    plain,
+    spelled,
+    spelling_of,
 )
 
 
@@ -94,7 +98,14 @@ def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape
     shapes  tensor name -> its shape
     Raises AdapterProblems with everything that does not fit.
     """
+    keys = (key_of(name) for name in shapes)
+    if base.fuses and any(key is not None and _is_fused(key) for key in keys):
+        base = base.fused()
     return _Fitting(config, shapes, base).result()
+
+
+def _is_fused(key: Key) -> bool:
+    return key[0].endswith(tuple(FUSED.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,8 +134,20 @@ class _Fitting:
         self._draft_heads, problems = fit_heads(shapes, base.hidden)
         self._faults.add(*problems)
         self._modules = {module: layer for module, layer, _ in base.modules()}
-        self._adapted = config.over(self._modules)
+        self._way = spelling_of(self._shapes) if base.has_images else ""
+        self._adapted = self._over(config)
         self._is_tied = config.ensure_weight_tying and base.is_tied
+
+    def _over(self, config: LoraConfig) -> AdaptedModules:
+        """Return what the config adapts; its patterns see names as the file spells them."""
+        ways = {spelled(module, self._way): module for module in self._modules}
+        found = config.over({way: self._modules[module] for way, module in ways.items()})
+        return dataclasses.replace(
+            found,
+            targets=frozenset(ways[name] for name in found.targets),
+            ranks={ways[name]: rank for name, rank in found.ranks.items()},
+            alphas={ways[name]: alpha for name, alpha in found.alphas.items()},
+        )
 
     def result(self) -> FittedAdapter:
         self._check_targets()
@@ -213,7 +236,7 @@ class _Fitting:
         """Return the tensors of the file that an adapter may have."""
         found: dict[Key, str] = {}
         for name in self._shapes:
-            key = key_of(name)
+            key = key_of(plain(name, self._way))
             if key is None and (medusa := medusa_problem(name)) is not None:
                 self._faults.add_alike(medusa, "medusa")
             elif key is None:

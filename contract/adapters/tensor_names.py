@@ -6,6 +6,7 @@ A name is the path that the tensor has in PEFT's model: PEFT ignores any other.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from contract.adapters.base_shape import EMBEDDING
 from contract.adapters.file_kinds import MLX_ADAPTER
@@ -42,6 +43,37 @@ def matrices(module: str) -> tuple[str, str]:
     if module == EMBEDDING:
         return "lora_embedding_A", "lora_embedding_B"
     return "lora_A.weight", "lora_B.weight"
+
+
+#: The ways in which versions of PEFT's models spell the text model of one that sees images.
+TEXT_MODELS = ("model.language_model.", "language_model.model.")
+
+
+def spelling_of(names: Iterable[str]) -> str:
+    """Return which of TEXT_MODELS the names have; empty: none."""
+    heads = [name.removeprefix(PREFIX) for name in names]
+    return next((way for way in TEXT_MODELS if any(h.startswith(way) for h in heads)), "")
+
+
+def plain(name: str, way: str) -> str:
+    """Return a name or a module as it would be without images.
+
+    way  of TEXT_MODELS
+    """
+    prefix = PREFIX if name.startswith(PREFIX) else ""
+    rest = name.removeprefix(prefix)
+    if way == TEXT_MODELS[1] and rest.startswith("language_model.lm_head"):
+        return prefix + rest.removeprefix("language_model.")
+    return f"{prefix}model.{rest.removeprefix(way)}" if way and rest.startswith(way) else name
+
+
+def spelled(module: str, way: str) -> str:
+    """Return what `plain` makes `module` of."""
+    if not way:
+        return module
+    if module.startswith("model."):
+        return way + module.removeprefix("model.")
+    return f"language_model.{module}" if way == TEXT_MODELS[1] else module
 
 
 def key_of(name: str) -> Key | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
-from engine.model.weights import Matrix, Weights, build_weights
+from engine.model.weights import Matrix, Weights, build_weights, text_name
 
 #: A parameter's dtype -> the dtype in which the engine computes.
 _DTYPES = {
@@ -52,6 +52,9 @@ def share_model(model: Any, *, may_pack: bool = False) -> LoadedModel:
     for name, parameter in parameters.items():
         _check_parameter(name, parameter, first)
     config = _model_config(model)
+    if config.has_images:
+        named = ((text_name(name), each) for name, each in parameters.items())
+        parameters = {name: each for name, each in named if name is not None}
     weights = build_weights(_Module(parameters), config, may_pack=may_pack)
     return LoadedModel(
         config=config, weights=weights, device=str(first.device), dtype=_DTYPES[first.dtype]
@@ -96,11 +99,13 @@ def _check_parameter(name: str, parameter: torch.Tensor, first: torch.Tensor) ->
 def _model_config(model: PreTrainedModel) -> ModelConfig:
     """Read the model's config as it would be saved: without the defaults of PreTrainedConfig."""
     common = PreTrainedConfig().to_dict()
-    fields = {
-        name: value
-        for name, value in model.config.to_dict().items()
-        if name not in common or common[name] != value
-    }
+
+    def own(fields: dict[str, Any]) -> dict[str, Any]:
+        return {n: value for n, value in fields.items() if n not in common or common[n] != value}
+
+    fields = own(model.config.to_dict())
+    if isinstance(fields.get("text_config"), dict):
+        fields["text_config"] = own(fields["text_config"])
     generation = model.generation_config
     eos = None if generation is None else generation.eos_token_id
     return ModelConfig.from_fields(fields, model.config.eos_token_id if eos is None else eos)

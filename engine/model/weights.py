@@ -14,11 +14,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from contract.adapters.families import FUSED, GATE_UP, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.int4_tensors import read_int4
@@ -31,6 +32,17 @@ from kernels.int4 import Int4Matrix
 LINEARS = ("qkv", "o", "gate_up", "down")
 # Large tensors, whose values are not read to check whether a checkpoint fits.
 _NUMBERS = (".weight", ".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
+# Beginnings of names in models that see images -> those in their text models; None: it has none.
+_TEXT_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    **{
+        f"{model}{part}.": None
+        for model in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    },
+}
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 #: A weight [out, in].
@@ -48,17 +60,19 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
 class LayerWeights:
     """One decoder layer; matrices are [out, in]."""
 
-    input_norm: torch.Tensor  # [E]
+    attention_norm: torch.Tensor | None  # [E]
     qkv: Matrix  # [(H + 2 K) D, E]
     o: Matrix  # [E, H D]
-    post_norm: torch.Tensor  # [E]
+    mlp_norm: torch.Tensor | None  # [E]
     gate_up: Matrix  # [2 I, E]
     down: Matrix  # [E, I]
     qkv_bias: torch.Tensor | None = None  # [(H + 2 K) D]
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
     down_bias: torch.Tensor | None = None  # [E]
-    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm weights of q, then of k
+    qk_norm: torch.Tensor | None = None  # q, then k: [2, D], or [(H + K) D]
+    attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
+    mlp_out_norm: torch.Tensor | None = None  # [E]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +121,28 @@ class TensorSource(Protocol):
         """Raise UnsupportedModel naming a tensor that was not taken."""
 
 
+class _Place(NamedTuple):
+    """A tensor in an open file."""
+
+    handle: Any
+    name: str
+
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.handle.get_tensor(self.name)
+        return tensor
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.handle.get_slice(self.name).get_shape())
+
+
+def text_name(name: str) -> str | None:
+    """Return the name of a tensor of a model with images in its text model; None: it has none."""
+    for prefix, own in _TEXT_NAMES.items():
+        if name.startswith(prefix):
+            return own and own + name.removeprefix(prefix)
+    return name
+
+
 class _Checkpoint:
     """The tensors of a model folder."""
 
@@ -116,6 +152,7 @@ class _Checkpoint:
         scheme: Fp8Scheme | Int4Scheme | None,
         device: str,
         dtype: torch.dtype,
+        has_images: bool = False,
     ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
         index_file = folder / "model.safetensors.index.json"
@@ -124,10 +161,11 @@ class _Checkpoint:
                 files = sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
             else:
                 files = ["model.safetensors"]
-            self._places: dict[str, Any] = {}
+            self._places: dict[str, _Place] = {}
             for file in files:
                 handle: Any = safe_open(folder / file, framework="pt")
-                self._places.update(dict.fromkeys(handle.keys(), handle))
+                named = ((text_name(n) if has_images else n, n) for n in handle.keys())
+                self._places.update({own: _Place(handle, n) for own, n in named if own})
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UnsupportedModel(f"{folder}: cannot read the weights: {error}") from error
 
@@ -174,7 +212,7 @@ class _Checkpoint:
     def check_all_taken(self) -> None:
         if isinstance(self._scheme, Int4Scheme):  # some tools write a bias of zeros for each linear
             for name in [n for n in self._places if n.endswith("_proj.bias")]:
-                if not self._places[name].get_tensor(name).any():
+                if not self._places[name].tensor().any():
                     del self._places[name]
         if self._places:
             name = min(self._places)
@@ -186,7 +224,7 @@ class _Checkpoint:
         """Return the tensor as the file has it; raise UnsupportedModel unless it fits."""
         if name not in self._places:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}", param=name)
-        tensor: torch.Tensor = self._places.pop(name).get_tensor(name)
+        tensor = self._places.pop(name).tensor()
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}", param=name
@@ -225,7 +263,7 @@ class _Checkpoint:
     def _take_scale(self, name: str, height: int) -> torch.Tensor:
         """Return scales [height] or [1] fp32; those of channels may be stored as a column."""
         stored = self._places.get(name)
-        shape = tuple(stored.get_slice(name).get_shape()) if stored is not None else ()
+        shape = stored.shape() if stored is not None else ()
         if shape not in {(), (1,), (height,), (height, 1)}:
             raise UnsupportedModel(
                 f"tensor {name} has shape {list(shape)}: neither one scale nor {height}",
@@ -285,7 +323,7 @@ def load_weights(
     in_fp8  quantise linears that the checkpoint does not have in FP8
     """
     for place, seen in (("meta", None), (device, watch)):
-        checkpoint = _Checkpoint(folder, config.scheme, place, dtype)
+        checkpoint = _Checkpoint(folder, config.scheme, place, dtype, config.has_images)
         scales = checkpoint.kv_scales(config.num_layers)
         weights = build_weights(checkpoint, config, in_fp8=in_fp8, kv_scales=scales, watch=seen)
     return weights
@@ -305,7 +343,7 @@ def build_weights(
     embedding, lm_head = _load_ends(checkpoint, config)
     loaded = (_load_layer(checkpoint, config, index) for index in range(config.num_layers))
     layers = as_served(embedding, loaded, kv_scales, in_fp8=in_fp8, watch=watch)
-    norm = checkpoint.load("model.norm.weight", hidden)
+    norm = _load_norm(checkpoint, config, "model.norm", hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
     return Weights(
@@ -364,31 +402,44 @@ def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Ten
     return embedding, lm_head
 
 
+def _load_norm(
+    checkpoint: TensorSource, config: ModelConfig, name: str, width: int
+) -> torch.Tensor:
+    """Return a norm's weight; where something is added to it, in fp32, so that nothing is lost."""
+    weight = checkpoint.load(f"{name}.weight", width)
+    offset = config.plan.norm_offset
+    return weight.float() + offset if offset else weight
+
+
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    norms: dict[str, torch.Tensor | None] = {}
+    for place, name in config.plan.norms._asdict().items():
+        norms[f"{place}_norm"] = (
+            None if name is None else _load_norm(checkpoint, config, f"{prefix}.{name}", hidden)
+        )
+
+    def fuse(linears: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
+        names = linears
+        if linears in config.fuses:
+            names, heights = (FUSED[linears],), (sum(heights),)
+        return checkpoint.fuse(tuple(f"{prefix}.{n}.weight" for n in names), heights, width)
+
     return LayerWeights(
-        input_norm=checkpoint.load(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=checkpoint.fuse(
-            tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
-            (config.q_size, config.kv_size, config.kv_size),
-            hidden,
-        ),
-        o=checkpoint.fuse((f"{attention}.o_proj.weight",), (hidden,), config.q_size),
-        post_norm=checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=checkpoint.fuse(
-            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
-        ),
-        down=checkpoint.fuse((f"{mlp}.down_proj.weight",), (hidden,), inner),
-        **_load_extras(checkpoint, config, attention, mlp),
+        qkv=fuse(QKV, (config.q_size, config.kv_size, config.kv_size), hidden),
+        o=fuse(O, (hidden,), config.q_size),
+        gate_up=fuse(GATE_UP, (inner, inner), hidden),
+        down=fuse(MLP[2:], (hidden,), inner),
+        **norms,
+        **_load_extras(checkpoint, config, f"{prefix}.self_attn", f"{prefix}.mlp"),
     )
 
 
 def _load_extras(
     checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
 ) -> dict[str, torch.Tensor]:
-    """Return the fields of LayerWeights that only some models have."""
+    """Return the biases, and the norms of q and k, which only some models have."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     extras = {}
     if config.qkv_bias:
@@ -401,7 +452,12 @@ def _load_extras(
         biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
         extras["gate_up_bias"] = torch.cat(biases)
         extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
-    if config.qk_norm:
-        norms = [checkpoint.load(f"{attention}.{name}_norm.weight", head) for name in "qk"]
-        extras["qk_norm"] = torch.stack(norms)
+    if config.plan.qk_norm is not None:
+        is_whole = config.plan.qk_norm == "all"
+        widths = (config.q_size, config.kv_size) if is_whole else (head, head)
+        norms = [
+            _load_norm(checkpoint, config, f"{attention}.{name}_norm", width)
+            for name, width in zip("qk", widths, strict=True)
+        ]
+        extras["qk_norm"] = torch.cat(norms) if is_whole else torch.stack(norms)
     return extras

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -112,7 +113,8 @@ def save_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 @functools.cache
 def _read_base(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    kind = AutoConfig.from_pretrained(base).architectures[0]
+    return getattr(transformers, kind).from_pretrained(base, dtype=torch.float32).eval()
 
 
 def load_base(base: Path) -> Any:

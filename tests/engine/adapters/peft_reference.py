@@ -107,7 +107,8 @@ class Reference:
 
 def _hook(parts: list[Part | NewRows]) -> Callable[..., torch.Tensor]:
     def add(module: torch.nn.Module, inputs: tuple[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-        return y + sum(part.delta(module, inputs[0], y) for part in parts)
+        scale = getattr(module, "embed_scale", 1.0)  # of Gemma's embedding, which includes it
+        return y + scale * sum(part.delta(module, inputs[0], y / scale) for part in parts)
 
     return add
 

@@ -21,11 +21,10 @@ if torch.cuda.is_available():
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Prompts longer than the window and than the original context; decodes cross into a new page.
 CASES = [(None, 45), ("all", 15), ("kv", 20)]
-# The interpreter is slow: four models that have everything between them. Two are long, as
-# `test_formats_on_a_gpu` has biases, and windows in all layers.
+# The interpreter is slow: two models that have most between them; the others are long.
+QUICK = ("qwen3-yarn", "gemma3")
 CHOSEN = [
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-biases", "mistral")),
-    *("qwen2-sliding", "qwen3-yarn"),
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES
 ]
 
 

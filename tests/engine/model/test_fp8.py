@@ -53,7 +53,9 @@ def save_adapters(base: Path, folder: Path) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "mistral", "qwen2", "qwen3", "gemma3", "olmo2", "granite", "cohere2"]
+)
 def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
     adapters = save_adapters(base, tmp_path)
@@ -80,7 +82,9 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-yarn"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3-yarn", "gemma3", "olmo2", "cohere2"]
+)
 def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)

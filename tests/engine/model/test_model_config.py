@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from contract.adapters.base_shape import context_length
+from contract.adapters.base_shape import BaseShape, context_length
+from contract.adapters.families import FAMILIES as KNOWN
+from contract.adapters.families import WITH_IMAGES
 from engine import Engine, EngineConfig, UnsupportedModel
+from engine.adapters import plan
 from engine.model.config import ModelConfig
+from engine.model.families import PLANS
 from engine.model.hf_weights import share_model
-from engine.model.rope import rope_tables
+from engine.model.rope import LayerRopes, Rotation
 from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
@@ -23,6 +28,14 @@ from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPT
 MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
 QWEN = {**COMMON, "model_type": "qwen2", "rms_norm_eps": 1e-5}
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a family of FAMILIES."""
+    model_type, fields = FAMILIES[name]
+    eps = "layer_norm_eps" if model_type == "cohere2" else "rms_norm_eps"
+    return {**COMMON, "model_type": model_type, eps: 1e-5, **fields, **changes}
+
 
 # As their authors published them, less what only names things.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,7 +65,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
             "vocab_size": 32000,
         },
-        {"windows": (4096,) * 32, "rope_theta": 10000.0, "rope_scaling": None},
+        {"windows": (4096,) * 32, "rotations": (Rotation(theta=10000.0),) * 32},
     ),
     "mistral-nemo": (
         {
@@ -88,7 +101,125 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
             "vocab_size": 151936,
         },
-        {"qk_norm": True, "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
+        {"qk_norm": "head", "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
+    ),
+    "smollm3-3b": (
+        {
+            "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 11008,
+            "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+            "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+            "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+            "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256,
+        },
+        {"rotations": (*[Rotation(theta=5e6)] * 3, None) * 9, "tie_embeddings": True},
+    ),
+    "granite-3.3-8b-instruct": (
+        {
+            "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 12800, "logits_scaling": 16.0,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
+            "tie_word_embeddings": True, "vocab_size": 49159,
+        },
+        {"embedding_scale": 12 / 0.22, "logit_scale": 1 / 16, "attention_scale": 1 / 128},
+    ),
+    "phi-4-mini-instruct": (
+        {
+            "model_type": "phi3", "attention_bias": False, "auto_map": {"AutoConfig": "x.Config"},
+            "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+            "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+            "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope",
+            },
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        {"max_positions": 4096, "windows": (), "head_dim": 128},
+    ),
+    "gemma-3-1b-it": (
+        {
+            "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+            "final_logit_softcapping": None, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "intermediate_size": 6912, "max_position_embeddings": 32768,
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+            "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+            "sliding_window_pattern": 6, "vocab_size": 262144,
+        },
+        {
+            "windows": (((512,) * 5 + (None,)) * 5)[:26], "tie_embeddings": True,
+            "attention_scale": 1 / 16, "embedding_scale": 1152**0.5,
+            "rotations": (((Rotation(theta=1e4),) * 5 + (Rotation(theta=1e6),)) * 5)[:26],
+        },
+    ),
+    "gemma-3-4b-it": (
+        {
+            "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000,
+            "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+            "mm_tokens_per_image": 256, "torch_dtype": "bfloat16",
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "sliding_window": 1024,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+        },
+        {
+            "has_images": True, "vocab_size": 262208, "num_heads": 8, "num_kv_heads": 4,
+            "head_dim": 256, "max_positions": 131072, "tie_embeddings": True,
+        },
+    ),
+    "exaone-4.0-32b, shortened": (
+        {
+            "model_type": "exaone4", "hidden_act": "silu", "hidden_size": 5120, "head_dim": 128,
+            "intermediate_size": 27392, "max_position_embeddings": 131072,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_attention_heads": 40, "num_hidden_layers": 4, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000, "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG", "tie_word_embeddings": False, "vocab_size": 102400,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+        {"windows": (4096, 4096, 4096, None), "max_positions": 131072},
+    ),
+    "command-r7b, shortened": (
+        {
+            "model_type": "cohere2", "attention_bias": False, "cache_implementation": "hybrid",
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4,
+            "logit_scale": 0.25, "max_position_embeddings": 132096, "num_attention_heads": 32,
+            "num_hidden_layers": 4, "num_key_value_heads": 8,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+            "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+            "use_embedding_sharing": True, "use_gated_activation": True,
+            "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+        },
+        {"windows": (4096, 4096, 4096, None), "logit_scale": 0.25, "tie_embeddings": True},
+    ),
+    "glm-4-9b-0414": (
+        {
+            "model_type": "glm4", "attention_bias": False, "eos_token_id": [151329, 151336],
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 13696, "max_position_embeddings": 32768,
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "vocab_size": 151552,
+        },
+        {"rotations": (Rotation(theta=1e4, share=0.5, is_interleaved=True),) * 40},
     ),
 }  # fmt: skip
 
@@ -97,7 +228,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_published_configs(name: str) -> None:
     fields, expected = PUBLISHED[name]
     config = ModelConfig.from_fields(fields, fields.get("eos_token_id"))
-    assert {key: getattr(config, key) for key in expected} == expected
+    found = {key: getattr(config if hasattr(config, key) else config.plan, key) for key in expected}
+    assert found == expected
     assert context_length(fields) == config.max_positions  # what the worker and the gateway say
 
 
@@ -125,12 +257,13 @@ def test_rope_tables_are_hugging_faces(rope: dict[str, Any], theta: float, head_
     fields = {**COMMON, "head_dim": head_dim, "rope_parameters": {**rope, "rope_theta": theta}}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **fields))
     config = ModelConfig.from_fields({**LLAMA, **fields}, None)
-    cos, sin = rope_tables(
-        config.head_dim, config.rope_theta, config.rope_scaling, 300, torch.device("cpu")
-    )
+    ropes = LayerRopes(config.head_dim, config.plan.rotations, 300, torch.device("cpu"))
+    ropes.extend_to(300)
+    [tables] = set(ropes.layers)
+    assert tables is not None
     expected = theirs(torch.zeros(1), torch.arange(300)[None])
-    assert torch.equal(cos, expected[0][0])
-    assert torch.equal(sin, expected[1][0])
+    assert torch.equal(tables.cos, expected[0][0])
+    assert torch.equal(tables.sin, expected[1][0])
 
 
 @pytest.mark.parametrize(
@@ -234,6 +367,28 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({**LLAMA, "rope_theta": "1e4"}, "rope_theta"),
         ({**LLAMA, "rope_theta": 1}, "rope_theta"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        (config_of("smollm3", no_rope_layers=[1]), "no_rope_layers"),
+        (config_of("granite", residual_multiplier=0), "residual_multiplier"),
+        (config_of("phi3", rope_parameters=YARN), "rope_type"),
+        (config_of("phi3-longrope", head_dim=32), "short_factor"),
+        (config_of("gemma3", final_logit_softcapping=30.0), "final_logit_softcapping"),
+        (config_of("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (config_of("gemma3", hidden_activation="gelu"), "hidden_activation"),
+        (config_of("gemma3", rope_parameters=YARN), "rope_parameters"),
+        (config_of("ministral3", rope_parameters=YARN), "llama_4_scaling_beta"),
+        (config_of("glm4", partial_rotary_factor=1.5), "partial_rotary_factor"),
+        (config_of("exaone4", sliding_window=0), "sliding_window"),
+        (config_of("cohere2", rotary_pct=0.5), "rotary_pct"),
+        (config_of("cohere2", head_dim=24), "head_dim"),
+        (config_of("cohere2", use_qk_norm=True), "use_qk_norm"),
+        ({"model_type": "gemma3"}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, "text_config"),
+        ({"model_type": "gemma3", "text_config": {}, "audio_config": {"a": 1}}, "audio_config"),
+        (
+            {"model_type": "mistral3", "text_config": MISTRAL, "quantization_config": {"bits": 4}},
+            "quantization_config",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -241,6 +396,21 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedModel) as raised:
         ModelConfig.from_fields(fields, None)
     assert raised.value.param == param
+
+
+def test_every_other_family_of_transformers_is_refused_by_name() -> None:
+    others = sorted(set(CONFIG_MAPPING) - set(PLANS) - set(WITH_IMAGES))
+    assert len(others) > 300
+    for name in others:
+        with pytest.raises(UnsupportedModel) as raised:
+            ModelConfig.from_fields({**LLAMA, "model_type": name}, None)
+        assert raised.value.param == "model_type" and repr(name) in str(raised.value)
+        with pytest.raises(ValueError, match="model_type is"):
+            BaseShape.from_config({**LLAMA, "model_type": name})
+
+
+def test_uploads_and_the_engine_know_the_same_families() -> None:
+    assert set(PLANS) == set(KNOWN)
 
 
 def test_qwen3_without_a_head_dim_has_transformers_own() -> None:
@@ -350,7 +520,12 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     config = ModelConfig.from_folder(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert share_model(model).config == config
-    model_type, _ = FAMILIES[name]
-    assert config.qk_norm == (model_type == "qwen3")
-    assert config.qkv_bias == (model_type == "qwen2" or name.endswith("biases"))
-    assert config.o_bias == name.endswith("biases")
+    found = model.state_dict()
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    assert (config.plan.qk_norm is not None) == (f"{attention}.q_norm.weight" in found)
+    assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
+    assert config.o_bias == (f"{attention}.o_proj.bias" in found)
+    assert config.mlp_bias == (f"{mlp}.down_proj.bias" in found)
+    assert plan.base_shape(config) == BaseShape.from_config(
+        json.loads((base / "config.json").read_text())
+    )

@@ -18,6 +18,8 @@ FAMILIES = {
     "mistral": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
+    "cohere2": {"sliding_window": 6},
 }
 
 
