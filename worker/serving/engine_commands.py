@@ -226,6 +226,7 @@ def to_requests(
 ) -> list[Request]:
     """Make the engine's requests; an answer ends where the context does."""
     grammar = _grammar(job, prompts, codec)
+    bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
     adapters = tuple(AdapterPart(digest=ref.digest, weight=ref.weight) for ref in job.adapters)
     return [
@@ -236,7 +237,7 @@ def to_requests(
             sampling=_sampling(job, codec.context_length - len(prompt.token_ids)),
             n=job.n,
             adapters=adapters,
-            **({grammar.kind.value: grammar.text} if grammar else {}),
+            **bound,
             deadline=job.deadline,
             priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
             speculation=job.sampling.speculation,
