@@ -88,7 +88,7 @@ BODIES: dict[str, tuple[Any, Any, Fitting]] = {
         JobCreateParams,
         FineTuningJobBody,
         Fitting(beside={"method.dpo": {"type": "dpo"}}),
-    ),  # fmt: skip
+    ),
     "uploads": (
         UploadCreateParams,
         UploadBody,

@@ -108,11 +108,11 @@ def test_rows_of_another_method_are_refused_by_line(tmp_path: Path, base: Path) 
 
 def test_a_pair_of_which_an_answer_is_cut_off_is_left_out(tmp_path: Path, base: Path) -> None:
     long = pair(2)
-    long["input"]["messages"][0]["content"] = "hello " * 40
+    long["input"]["messages"][0]["content"] = "hello " * 80
     path = write_rows(tmp_path / "pairs.jsonl", [pair(1), long, pair(3, worse="how " * 60)])
     codec = TextCodec(base)
     hyper = {"method": "dpo", "max_length": 60}
-    with pytest.raises(DatasetError, match="line 3 has"):
+    with pytest.raises(DatasetError, match="line 2 has"):
         load_examples(codec, path, Hyperparameters.from_dict(hyper))
     data = load_examples(codec, path, Hyperparameters.from_dict({**hyper, "truncate": True}))
     assert (data.num_rows, data.num_examples, data.num_dropped, data.num_cut) == (3, 2, 1, 2)
