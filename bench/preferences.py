@@ -1,4 +1,4 @@
-"""Turn a habit around by DPO: the share of held-out pairs of which a real model prefers the better.
+"""Turn a habit of a real model around by DPO: how often it then prefers the better answer.
 
     python -m bench.preferences --base .cache/base/smollm2-135m-instruct [--seeds 3]
 

@@ -87,7 +87,7 @@ class _Chat:
 
 
 def _as_context(message: Any) -> Any:
-    """Return a message of the prompt, of which nothing is learned."""
+    """Return a message of the prompt so that nothing of it is learned."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         return message
     return {name: value for name, value in message.items() if name not in SWITCHES} | {"weight": 0}

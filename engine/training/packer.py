@@ -68,7 +68,7 @@ class MicroBatch:
 
     @property
     def reweigh(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What weighs the gradients of answer tokens by the losses of all; None: nothing does."""
+        """Return the function that weighs answer tokens' gradients by all losses, if one does."""
         pairs = self.pairs
         return None if pairs is None else lambda losses: pairs.factors(losses, self.row_answers)
 
