@@ -97,6 +97,8 @@ _PREFERENCE_KEYS = frozenset(
         "rewards",
     )
 )
+#: A pair has one of these.
+_PAIR_KEYS = frozenset(("preferred_output", "non_preferred_output", "chosen", "rejected_response"))
 _MEDIA_KEYS = frozenset(
     (
         "image",
@@ -136,7 +138,7 @@ def is_preference(name: str, value: Any) -> bool:
 
 def is_pair(row: Any) -> bool:
     """Return whether a row is a pair of answers in one of the forms that are read."""
-    if not isinstance(row, dict):
+    if not isinstance(row, dict) or _PAIR_KEYS.isdisjoint(row):
         return False
     keys = {name for name, value in row.items() if not says_nothing(value)}
     has_response = {"messages", "rejected_response"} <= keys
