@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.worker.training.job_runs import (
 )
 from worker.training.chat_data import DatasetError, load_examples
 
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
 DPO: dict[str, Any] = {"method": "dpo", "beta": 0.5, "max_steps": 12, "learning_rate": 0.02}
 
 
@@ -93,6 +95,13 @@ def test_a_run_of_preferences_and_one_of_chats_share_a_batch(tmp_path: Path, bas
         losses = [[e["loss"] for e in found[name] if e["event"] == "progress"]
                   for found in (together, alone)]  # fmt: skip
         assert losses[0] == losses[1] and len(losses[0]) > 2
+
+
+def test_a_real_model_turned_around_with_each_seed_that_was_tried() -> None:
+    runs = json.loads((RESULTS / "preferences-cpu.json").read_text())["runs"]
+    assert [run["seed"] for run in runs] == [0, 1, 2]
+    for run in runs:
+        assert run["preferred_before"] <= 0.5 and run["preferred_after"] >= 0.95, run
 
 
 def test_rows_of_another_method_are_refused_by_line(tmp_path: Path, base: Path) -> None:
