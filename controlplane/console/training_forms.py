@@ -7,7 +7,7 @@ from typing import Any
 
 from django import forms
 
-from contract.training.job import RANGES, Hyperparameters
+from contract.training.job import METHODS, RANGES, Hyperparameters
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.errors import InvalidRequest
@@ -30,7 +30,8 @@ class DatasetForm(forms.Form):
         label="JSONL file",
         help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}. Rows of '
         "ShareGPT, Alpaca, Vertex AI, Anthropic, TRL and others are converted, unless something "
-        "would be lost. Of more than 32 MiB: lorikeet datasets upload.",
+        "would be lost. Or a pair of answers per line, for DPO. Of more than 32 MiB: "
+        "lorikeet datasets upload.",
         widget=forms.FileInput(attrs={"accept": ".jsonl,.json,application/jsonl"}),
     )
     append = forms.BooleanField(
@@ -44,6 +45,10 @@ def _number(name: str, label: str | None = None, help_text: str = "") -> forms.I
     kind = forms.IntegerField if allowed.is_whole else forms.FloatField
     bounds: dict[str, Any] = {"min_value": allowed.least, "max_value": allowed.most}
     return kind(label=label, required=False, help_text=help_text, **bounds)
+
+
+#: The names of the methods on the page.
+_METHODS = {"supervised": "supervised: chats", "dpo": "DPO: pairs of answers"}
 
 
 class TrainForm(forms.Form):
@@ -68,6 +73,12 @@ class TrainForm(forms.Form):
         empty_label="The adapter’s own",
         help_text="Needed for a new adapter.",
     )
+    method = forms.ChoiceField(
+        choices=[(name, _METHODS[name]) for name in METHODS],
+        required=False,
+        help_text="DPO takes rows with two answers, and learns to give the better one.",
+    )
+    beta = _number("beta", "Beta", "Only for DPO, 0.1 if empty: larger keeps nearer to the start.")
     epochs = _number("epochs", help_text="How often to read the whole dataset.")
     rank = _number("rank", help_text="A larger rank learns more and answers more slowly.")
     learning_rate = _number("learning_rate", "Learning rate")
@@ -134,7 +145,10 @@ class TrainForm(forms.Form):
         """Return those that were filled in; the form must be valid."""
         names = (field.name for field in dataclasses.fields(Hyperparameters))
         filled = ((name, self.cleaned_data.get(name)) for name in names)
-        return {name: value for name, value in filled if value not in (None, False)}
+        found = {name: value for name, value in filled if value not in (None, False, "")}
+        if found.get("method") == "supervised":  # the default, which schedules compare
+            del found["method"]
+        return found
 
 
 class ScheduleForm(forms.Form):

@@ -9,7 +9,7 @@ import torch
 
 from engine.training.errors import RunRefused, RunUnsupported
 from engine.training.model import TrainingModel
-from engine.training.packer import Piece, cut_step, pack
+from engine.training.packer import cut_pieces, pack
 from engine.training.parameters import AdapterLayout, Span
 from engine.training.run import RunRows, RunSettings, unsupported
 from engine.training.tables import SiteTables
@@ -90,11 +90,7 @@ class _Adapter:
             self.layout.check(judged.adapter)
         self.span = Span(0, self.layout.size)
         self.losses: list[torch.Tensor] = []
-        self.pieces: list[Piece] = []
-        row = 0
-        for count in cut_step(judged.rows.lengths, budget):
-            self.pieces.append(Piece(judged.rows, range(row, row + count), 1.0))
-            row += count
+        self.pieces = cut_pieces(judged.rows, range(len(judged.rows)), budget, 1.0)
 
 
 def _judge(

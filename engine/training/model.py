@@ -64,7 +64,7 @@ class TrainingModel:
     ) -> torch.Tensor:
         """Add every run's gradient to `pools.gradient`.
 
-        -> [pieces] float64: each piece's part of its run's loss
+        -> [N]: the loss of each answer token, not weighted
         """
         # Each layer is a graph of its own, so that the backward pass, too, comes back here between
         # two of them: on a GPU autograd works through a graph in a thread of its own.
@@ -83,9 +83,7 @@ class TrainingModel:
             self._pause()
             taken, hidden = passed.pop()
             (gradient,) = torch.autograd.grad(hidden, taken, gradient)
-        return torch.segment_reduce(
-            losses.detach().double() * batch.weights, "sum", lengths=batch.answer_counts
-        )
+        return losses.detach()
 
     @torch.no_grad()
     def token_losses(
@@ -188,5 +186,6 @@ class TrainingModel:
         # The head is linear and has no adapter: its factor can be the norm's.
         norm = self._norm(weights.norm * self.config.plan.logit_scale)
         return answer_loss(
-            hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights, norm=norm
+            hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
+            norm=norm, reweigh=batch.reweigh,
         )  # fmt: skip
