@@ -61,12 +61,14 @@ class _Counts:
     def __init__(self, folder: Path, every: int) -> None:
         self._codec, self._every = TextCodec(folder), every
         self._lengths = array.array("L")
-        self._learned = 0
+        self._learned = self._others = 0  # tokens of the shorter answers of pairs
         self._too_long, self._refused = _Findings(), _Findings()
 
     def add(self, line: int, row: Row) -> None:
         try:
             examples = encode_row(self._codec, row)
+            if row.rejected is not None:
+                examples += encode_row(self._codec, row.rejected)
         except (PromptError, ValueError) as error:
             # The text may quote the row, and the place where it is stored cannot hold every
             # character.
@@ -75,6 +77,8 @@ class _Counts:
             return
         longest = row_length(examples)
         self._lengths.append(longest)
+        if row.rejected is not None:
+            self._others += len(examples[0].token_ids) + len(examples[1].token_ids) - longest
         self._learned += sum(example.num_learned for example in examples)
         if longest > self._codec.context_length:
             self._too_long.add(line, longest)
@@ -84,7 +88,7 @@ class _Counts:
         total = sum(lengths)
         return {
             "context_length": self._codec.context_length,
-            "tokens": total * self._every,
+            "tokens": (total + self._others) * self._every,
             "learned_tokens": self._learned * self._every,
             "mean": round(total / number, 1) if number else 0,
             "median": lengths[number // 2] if number else 0,
@@ -135,8 +139,7 @@ def report(job: ReportJob) -> dict[str, Any]:
         num_rows += 1
         if num_rows <= job.num_earlier_rows:
             last_earlier = line
-        text = json.dumps([row.messages, row.learned, row.tools, row.prompt, row.completion])
-        first = first_of.setdefault(hashlib.sha256(text.encode()).digest()[:16], line)
+        first = first_of.setdefault(_digest(row), line)
         if first != line:
             duplicates.add(line, first)
             if first <= last_earlier < line:
@@ -154,6 +157,14 @@ def report(job: ReportJob) -> dict[str, Any]:
         "counted_every": job.counted_every,
         "bases": {name: counts.told() for name, counts in bases.items()},
     }
+
+
+def _digest(row: Row) -> bytes:
+    sides = [row] if row.rejected is None else [row, row.rejected]
+    told = [
+        [each.messages, each.learned, each.tools, each.prompt, each.completion] for each in sides
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).digest()[:16]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:

@@ -30,7 +30,9 @@ job as it was given. Every run has `started`, `progress` … and one `done` or `
     {"run", "event": "progress", "step", "steps", "loss", "learning_rate", "tokens_per_s", "eta_s",
      "trained_tokens", "memory_bytes", "validation_loss", "best_step", "best_loss"}
                                     the last three, in `done` the last two, when there are rows to
-                                    validate with
+                                    validate with; with the method dpo also "reward_chosen",
+                                    "reward_rejected", "reward_margin" and "reward_accuracy" of the
+                                    step's pairs, and with `validation_` before of those held out
     {"run", "event": "draft_heads", "draft_head_step", "draft_head_steps", "draft_head_loss",
      "draft_head_accuracy": […], "draft_head_accuracy_untrained": […], "draft_head_accuracy_on"}
                                     with `draft_heads`, after the last step: how far they are; the

@@ -12,10 +12,11 @@ from lorikeet_cli.errors import CliError
 
 MAX_BYTES = 1 << 20
 MAX_METADATA = 16
-#: This server's learning rate, which a `learning_rate_multiplier` multiplies.
-LEARNING_RATE = 0.001
+#: This server's learning rates by method, which a `learning_rate_multiplier` multiplies.
+LEARNING_RATES = {"supervised": 0.001, "dpo": 0.0001}
 _MAX_NAME = 63
 _HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_OF_METHOD = {"supervised": _HYPERPARAMETERS, "dpo": (*_HYPERPARAMETERS, "beta")}
 #: Fields about the job's course there; they have no effect here.
 _HISTORY = {
     "object", "id", "status", "created_at", "finished_at", "estimated_finish", "error",
@@ -32,6 +33,7 @@ _KNOWN = _HISTORY | {
 class OldJob:
     """The settings of a job object.
 
+    method  supervised or dpo
     suffix  the adapter's name here; None: the server gives one
     notes   what cannot be taken over, or means something else here: a sentence each
     """
@@ -39,6 +41,7 @@ class OldJob:
     id: str
     model: str
     suffix: str | None
+    method: str
     hyperparameters: dict[str, Any]
     seed: int | None
     metadata: dict[str, str]
@@ -63,11 +66,13 @@ def read_job(path: Path) -> OldJob:
             ".to_json()` returns."
         )
     notes: list[str] = []
+    method, hyperparameters = _method(found)
     return OldJob(
         id=_text(found.get("id")),
         model=found["model"],
         suffix=_suffix(found, notes),
-        hyperparameters=_hyperparameters(_supervised(found) or found.get("hyperparameters"), notes),
+        method=method,
+        hyperparameters=_hyperparameters(method, hyperparameters, notes),
         seed=_seed(found.get("seed"), notes),
         metadata=_metadata(found.get("metadata"), notes),
         has_validation=bool(found.get("validation_file")),
@@ -79,36 +84,35 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _supervised(job: dict[str, Any]) -> Any:
-    """Return the hyperparameters of the job's method. Raises CliError for another method."""
+def _method(job: dict[str, Any]) -> tuple[str, Any]:
+    """Return the job's method and its hyperparameters. Raises CliError for an unknown method."""
     method = job.get("method")
-    if not isinstance(method, dict):
-        return None
+    method = method if isinstance(method, dict) else {}
     kind = method.get("type", "supervised")
-    if kind != "supervised":
+    if kind not in tuple(_OF_METHOD):
         raise CliError(
-            f"The job's method is {kind}: only supervised jobs can run here. Train on the chosen "
-            "answers "
-            'alone, as a job with `"method": {"type": "supervised"}`.'
+            f"The job's method is {kind}: only supervised and dpo jobs can run here. Train on good "
+            'answers, as a job with `"method": {"type": "supervised"}`.'
         )
-    supervised = method.get("supervised")
-    return supervised.get("hyperparameters") if isinstance(supervised, dict) else None
+    own = method.get(kind)
+    found = own.get("hyperparameters") if isinstance(own, dict) else None
+    return kind, found or job.get("hyperparameters")
 
 
-def _hyperparameters(given: Any, notes: list[str]) -> dict[str, Any]:
+def _hyperparameters(method: str, given: Any, notes: list[str]) -> dict[str, Any]:
     """Return the numbers and "auto"s."""
     found: dict[str, Any] = {}
     for name, value in (given if isinstance(given, dict) else {}).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name not in _HYPERPARAMETERS or not (is_number or value in ("auto", None)):
+        if name not in _OF_METHOD[method] or not (is_number or value in ("auto", None)):
             notes.append(f"hyperparameters.{name}: it is not known here.")
         elif value is not None:
             found[name] = value
     rate = found.get("learning_rate_multiplier", "auto")
     if rate != "auto":
         notes.append(
-            f"learning_rate_multiplier: {rate:g} is taken over, but of {LEARNING_RATE:g}, this "
-            "server's rate; OpenAI's is not public."
+            f"learning_rate_multiplier: {rate:g} is taken over, but of "
+            f"{LEARNING_RATES[method]:g}, this server's rate; OpenAI's is not public."
         )
     return found
 

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from .chats import has_own_form, messages_of, text_of, tools_of
-from .keys import NO_ROW, PREFERENCE, Fields, NotConverted, is_preference, says_nothing, shown
+from .keys import (
+    NO_ROW,
+    PREFERENCE,
+    Fields,
+    NotConverted,
+    is_pair,
+    is_preference,
+    says_nothing,
+    shown,
+)
 
 Row = dict[str, Any]
 _QUESTIONS = ("query", "question", "prompt", "input", "text_input")
@@ -68,6 +77,8 @@ def converted(row: Any) -> tuple[str | None, list[Any]]:
         return "a JSON array", [made for each in row for made in converted(each)[1]]
     if not isinstance(row, dict):
         raise NotConverted("", NO_ROW)
+    if is_pair(row):
+        return None, [row]
     for name, value in row.items():
         if not says_nothing(value) and is_preference(name, value):
             raise NotConverted(shown(name), PREFERENCE)

@@ -73,8 +73,8 @@ BOOLEAN_SWITCHES = ("loss", "train", "training")
 SWITCHES = NUMBER_SWITCHES + BOOLEAN_SWITCHES
 
 PREFERENCE = (
-    "is a key of preference tuning (DPO, KTO), which is not available yet: keep the rows whose "
-    "answer is good, without this key"
+    "is a key of preference tuning in a form that is not read: write `input`, `preferred_output` "
+    "and `non_preferred_output`"
 )
 _NO_TEXT = "is not text, and the models read only text: remove such rows"
 _THOUGHTS = (
@@ -132,6 +132,16 @@ def is_preference(name: str, value: Any) -> bool:
     if name == "label":
         return isinstance(value, bool)
     return name in _PREFERENCE_KEYS or name.startswith(("chosen", "rejected"))
+
+
+def is_pair(row: Any) -> bool:
+    """Return whether a row is a pair of answers in one of the forms that are read."""
+    if not isinstance(row, dict):
+        return False
+    keys = {name for name, value in row.items() if not says_nothing(value)}
+    has_response = {"messages", "rejected_response"} <= keys
+    is_trl = {"chosen", "rejected"} <= keys and not keys & {"conversations", "instruction"}
+    return has_response or is_trl or bool({"preferred_output", "non_preferred_output"} & keys)
 
 
 def refusal(name: str, value: Any) -> str:

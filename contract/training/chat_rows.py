@@ -1,7 +1,7 @@
 """Read a dataset's JSONL, and say what is wrong with it, line by line.
 
-`contract.training.row_messages` defines a row: a chat or a completion. The rules are the same at
-upload and in training.
+`contract.training.row_messages` defines a row, a chat or a completion, and `preference_rows` a pair
+of answers. The rules are the same at upload and in training.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from contract.row_formats.formats import converted, format_of
-from contract.row_formats.keys import NotConverted
+from contract.row_formats.keys import NotConverted, is_pair
 from contract.strict_json import read_value
+from contract.training.preference_rows import read_pair
 from contract.training.row_messages import Row, WrongRow, read_row
 
 MAX_ROWS = 1_000_000
@@ -33,6 +34,11 @@ _FORM = (
 _OTHER_FORMAT = "is a row of another format"
 _CONVERT = (
     " `lorikeet datasets convert FILE NEW_FILE` converts the file, as the console's upload does."
+)
+#: The fault of a row of another kind than the rows before, by whether it is a pair.
+_MIXED = (
+    "has one answer, but the rows before have two: keep chats and pairs in separate files",
+    "has two answers, but the rows before have one: keep chats and pairs in separate files",
 )
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -97,9 +103,11 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[Row | Problem]:
 def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]:
     """Yield each row, or what is wrong with it, after its line's number.
 
-    Blank lines are left out. Ends with a Problem after MAX_ROWS rows, and when there is no row.
+    Blank lines are left out; all rows are pairs, or none is. Ends with a Problem after MAX_ROWS
+    rows, and when there is no row.
     """
     num_rows = 0
+    are_pairs: bool | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -108,9 +116,13 @@ def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]
             yield number, Problem(number, "", f"is past the limit of {MAX_ROWS} rows")
             return
         try:
-            yield number, _row(line)
+            row = _row(line)
         except WrongRow as wrong:
             yield number, Problem(number, *wrong.args)
+            continue
+        is_one = row.rejected is not None
+        are_pairs = is_one if are_pairs is None else are_pairs
+        yield number, row if is_one == are_pairs else Problem(number, "", _MIXED[is_one])
     if not num_rows:
         yield 0, Problem(0, "", "has no rows")
 
@@ -132,7 +144,7 @@ def _row(line: bytes) -> Row:
         told = str(error)
         raise WrongRow("", _NO_JSON if told.startswith(_NO_JSON) else told) from None
     try:
-        read = read_row(row)
+        read = read_pair(row) if is_pair(row) else read_row(row)
     except WrongRow as wrong:
         raise _explained(row, wrong) from None
     if _SURROGATE.search(line):

@@ -34,6 +34,9 @@ class JobError(ValueError):
 class Hyperparameters:
     """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
+    method: str = "supervised"  # dpo: of two answers the better one is preferred
+    # the strength with which DPO keeps the model near its start; only there
+    beta: Annotated[float | None, Range(0.001, 10)] = None
     rank: Annotated[int, Range(1, MAX_RANK)] = 16
     alpha: Annotated[float, Range(0.001, 4096)] = 32.0
     #: Names of linear layers inside the decoder layers.
@@ -74,6 +77,19 @@ class Hyperparameters:
                 raise JobError(f"hyperparameters.{name}", f"must be {RANGES[name]}")
             if field.type == "bool" and type(value) is not bool:
                 raise JobError(f"hyperparameters.{name}", "must be true or false")
+        if self.method not in tuple(METHODS):  # a list is not hashable
+            raise JobError("hyperparameters.method", f"must be {' or '.join(METHODS)}")
+        if self.method != "dpo" and self.beta is not None:
+            raise JobError("hyperparameters.beta", "is for the method dpo: leave it out")
+        if self.method == "dpo" and self.beta is None:
+            raise JobError("hyperparameters.beta", f"must be {RANGES['beta']}")
+        if self.method == "dpo" and self.draft_heads:
+            raise JobError("hyperparameters.draft_heads", "learn chats, not pairs: leave them out")
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of tokens of a dataset's row: two of a pair."""
+        return 2 if self.method == "dpo" else 1
 
     @property
     def rows_per_step(self) -> int:
@@ -87,9 +103,17 @@ class Hyperparameters:
 
     @classmethod
     def from_dict(cls, fields: Any) -> Hyperparameters:
-        """Return the hyperparameters of a JSON object; what it leaves out takes its default."""
+        """Return the hyperparameters of a JSON object; what it leaves out takes its default.
+
+        The defaults are those of its method.
+        """
         if not isinstance(fields, dict):
             raise JobError("hyperparameters", "must be an object")
+        method = fields.get("method", "supervised")
+        own = METHODS.get(method, {}) if isinstance(method, str) else {}
+        fields = own | {
+            name: value for name, value in fields.items() if value is not None or name not in own
+        }
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -102,7 +126,17 @@ class Hyperparameters:
         return cls(**{**fields, "target_modules": targets})
 
 
+#: The methods of training, and the defaults that differ from those of supervised training.
+METHODS: dict[str, dict[str, Any]] = {
+    "supervised": {},
+    "dpo": {"beta": 0.1, "learning_rate": 1e-4},
+}
 RANGES = ranges_of(Hyperparameters)
+
+
+def defaults_of(method: str) -> Hyperparameters:
+    """Return the default hyperparameters of a method."""
+    return Hyperparameters.from_dict({"method": method})
 
 
 def _check_targets(value: Any) -> None:

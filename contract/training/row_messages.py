@@ -57,6 +57,7 @@ class Row:
     tools       that the chat's template is given
     unwrapped   the places of calls whose arguments were encoded twice
     prompt      of a completion, and `completion`, which is learned
+    rejected    the same with a worse answer, of a pair that `preference_rows` reads; else None
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -66,6 +67,7 @@ class Row:
     unwrapped: tuple[str, ...] = ()
     prompt: str = ""
     completion: str = ""
+    rejected: Row | None = None
 
 
 @dataclasses.dataclass(slots=True)

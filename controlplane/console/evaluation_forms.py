@@ -223,6 +223,7 @@ class FromCapturedForm(forms.Form):
         ("all", "all, but those rated bad and not corrected"),
         ("good", "rated good, or corrected"),
         ("corrected", "corrected"),
+        ("pairs", "corrected, as pairs for DPO"),
     )
 
     name = forms.CharField(

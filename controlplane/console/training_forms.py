@@ -7,7 +7,7 @@ from typing import Any
 
 from django import forms
 
-from contract.training.job import RANGES, Hyperparameters
+from contract.training.job import METHODS, RANGES, Hyperparameters
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.console.forms import choices
 from controlplane.errors import InvalidRequest
@@ -46,6 +46,10 @@ def _number(name: str, label: str | None = None, help_text: str = "") -> forms.I
     return kind(label=label, required=False, help_text=help_text, **bounds)
 
 
+#: The names of the methods on the page.
+_METHODS = {"supervised": "supervised: chats", "dpo": "DPO: pairs of answers"}
+
+
 class TrainForm(forms.Form):
     """The form that starts a training run of an existing or a new adapter."""
 
@@ -68,6 +72,12 @@ class TrainForm(forms.Form):
         empty_label="The adapter’s own",
         help_text="Needed for a new adapter.",
     )
+    method = forms.ChoiceField(
+        choices=[(name, _METHODS[name]) for name in METHODS],
+        required=False,
+        help_text="DPO takes rows with two answers, and learns to give the better one.",
+    )
+    beta = _number("beta", "Beta", "Only for DPO, 0.1 if empty: larger keeps nearer to the start.")
     epochs = _number("epochs", help_text="How often to read the whole dataset.")
     rank = _number("rank", help_text="A larger rank learns more and answers more slowly.")
     learning_rate = _number("learning_rate", "Learning rate")
@@ -134,7 +144,10 @@ class TrainForm(forms.Form):
         """Return those that were filled in; the form must be valid."""
         names = (field.name for field in dataclasses.fields(Hyperparameters))
         filled = ((name, self.cleaned_data.get(name)) for name in names)
-        return {name: value for name, value in filled if value not in (None, False)}
+        found = {name: value for name, value in filled if value not in (None, False, "")}
+        if found.get("method") == "supervised":  # the default, which schedules compare
+            del found["method"]
+        return found
 
 
 class ScheduleForm(forms.Form):

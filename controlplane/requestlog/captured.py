@@ -16,6 +16,7 @@ from django.db.models.expressions import CombinedExpression
 from django.utils import timezone
 
 from contract.messages.tool_calls import read_calls
+from contract.training.preference_rows import read_pair
 from contract.training.row_messages import WrongRow, read_row
 from controlplane.errors import Conflict, InvalidRequest, NotFound, require
 from controlplane.events.audit.services import record, record_named
@@ -43,7 +44,8 @@ class Filter:
     """A selection of captured requests.
 
     only  all: without those that were rated bad and not corrected; good: rated good, or corrected;
-          corrected; any: all, as they are
+          corrected; pairs: corrected, with the answer that was given as the worse one; any: all, as
+          they are
     """
 
     only: str = "all"
@@ -70,12 +72,13 @@ class Filter:
             "all": ~Q(rating=Rating.BAD) | is_corrected,
             "good": Q(rating=Rating.GOOD) | is_corrected,
             "corrected": is_corrected,
+            "pairs": is_corrected,
             "any": Q(),
         }
         return rows.filter(wanted[self.only]).order_by("-created_at", "-pk")
 
 
-ONLY = ("all", "good", "corrected")
+ONLY = ("all", "good", "corrected", "pairs")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +123,29 @@ def row_of(captured: CapturedRequest, policy: CapturePolicy) -> dict[str, Any]:
     The answer is the corrected one, if there is one. Earlier answers in the chat are not learned:
     each was another request's. Raises Unreadable, WrongRow.
     """
+    return _row(*_opened(captured, policy))
+
+
+def pair_of(captured: CapturedRequest, policy: CapturePolicy) -> dict[str, Any]:
+    """Return the pair of a corrected answer and the one that was given.
+
+    Raises Unreadable, and WrongRow, too, if no answer was corrected.
+    """
+    content, answer = _opened(captured, policy)
+    if answer is None:
+        raise WrongRow("", "has no corrected answer")
+    *messages, better = _row(content, answer)["messages"]
+    asked = {"messages": messages} | ({"tools": content["tools"]} if content["tools"] else {})
+    worse = _row(content, None)["messages"][-1]
+    pair = {"input": asked, "preferred_output": [better], "non_preferred_output": [worse]}
+    read_pair(pair)
+    return pair
+
+
+def _opened(
+    captured: CapturedRequest, policy: CapturePolicy
+) -> tuple[dict[str, Any], Answer | None]:
+    """Return what was stored of a request, and its corrected answer. Raises Unreadable."""
     content = sealing.unseal(bytes(captured.sealed), bytes(policy.wrapped_key))
     answer: Answer | None = None
     if captured.sealed_answer:
@@ -128,7 +154,7 @@ def row_of(captured: CapturedRequest, policy: CapturePolicy) -> dict[str, Any]:
         answer = said["answer"]
     if content["request_id"] != captured.request_id:
         raise sealing.Unreadable  # it was moved to another row
-    return _row(content, answer)
+    return content, answer
 
 
 def _row(content: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
@@ -174,9 +200,10 @@ def rows_of(wanted: Filter) -> Rows:
     policy, lines, num_bytes, num_left_out = capture_policy(), [], 0, 0
     keys: list[uuid.UUID] = []
     found = _chunks(wanted.rows()[:MAX_ROWS])
+    made = pair_of if wanted.only == "pairs" else row_of
     for captured in found:
         try:
-            line = json.dumps(row_of(captured, policy), ensure_ascii=False).encode() + b"\n"
+            line = json.dumps(made(captured, policy), ensure_ascii=False).encode() + b"\n"
         except (sealing.Unreadable, WrongRow, UnicodeEncodeError):
             num_left_out += 1
             continue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 
-from engine.training.packer import Piece, cut_step
+from engine.training.packer import Piece, cut_pieces, example_lengths
 from engine.training.parameters import AdapterLayout, Span
+from engine.training.preferences import add_figures
+from engine.training.reference import Reference
 from engine.training.run import RunRequest
 from engine.training.schedule import RowOrder, learning_rate
 from engine.training.validation import Validation
@@ -17,7 +19,8 @@ class ActiveRun:
 
     step        optimiser steps made
     tokens      that were trained on in these steps
-    loss        of the step that is under way: of its rows that went through a micro-batch
+    figures     of the step that is under way: of its rows that went through a micro-batch
+    reference   None: it compares no pairs
     validation  None: it is not validated
     """
 
@@ -34,10 +37,14 @@ class ActiveRun:
         self.request, self.layout, self.span = request, layout, span
         self.step, self.tokens = step, tokens
         self._budget = budget
-        self._order = RowOrder(request.settings, request.rows.lengths)
+        settings, rows, held_out = request.settings, request.rows, request.held_out
+        lengths = example_lengths(rows, settings.rows_per_example)
+        self._order, self._num_examples = RowOrder(settings, lengths), len(lengths)
+        self.reference = None if settings.beta is None else Reference(request, self._order, budget)
         self.validation: Validation | None = None
-        if request.held_out is not None:
-            self.validation = Validation(request.held_out, request.settings.steps, budget)
+        if held_out is not None:
+            pairs = None if self.reference is None else self.reference.held_out
+            self.validation = Validation(held_out, settings.steps, budget, pairs)
         self._plan_step()
 
     @property
@@ -50,8 +57,15 @@ class ActiveRun:
         return self.validation is not None and self.validation.made is not None
 
     @property
+    def is_read_only(self) -> bool:
+        """Return whether its next rows change nothing: they are held out, or compared with."""
+        return self.is_validating or not (self.reference is None or self.reference.is_whole)
+
+    @property
     def piece(self) -> Piece:
         """The rows of the run that the next micro-batch takes."""
+        if self.reference is not None and not self.reference.is_whole:
+            return self.reference.piece
         if self.validation is not None and self.is_validating:
             return self.validation.piece
         return self._pieces[self._next]
@@ -61,9 +75,9 @@ class ActiveRun:
         """Return whether all rows of the step went through a micro-batch: the update is due."""
         return self._next == len(self._pieces)
 
-    def pass_piece(self, loss: float) -> None:
-        """Note that `piece` went through a micro-batch, and its part of the step's loss."""
-        self.loss += loss
+    def pass_piece(self, figures: Mapping[str, float]) -> None:
+        """Note that `piece` went through a micro-batch, and its part of the step's figures."""
+        add_figures(self.figures, figures)
         self._step_tokens += self.piece.num_tokens
         self._next += 1
 
@@ -89,18 +103,22 @@ class ActiveRun:
         self._plan_step()
 
     def _plan_step(self) -> None:
-        self.loss, self._step_tokens, self._next, self._pieces = 0.0, 0, 0, []
+        self.figures: dict[str, float] = {}
+        self._step_tokens, self._next, self._pieces = 0, 0, list[Piece]()
         if self.is_finished:
             return
         rows, settings = self.request.rows, self.request.settings
-        steps = steps_per_epoch(len(rows), settings.batch_size, settings.gradient_accumulation)
+        steps = steps_per_epoch(
+            self._num_examples, settings.batch_size, settings.gradient_accumulation
+        )
         epoch, number = divmod(self.step, steps)
         first = number * settings.rows_per_step
-        indices = self._order.epoch(epoch)[first : first + settings.rows_per_step]
-        counts = cut_step([rows.lengths[index] for index in indices], self._budget)
-        weight = 1 / sum(rows.num_answers[index] for index in indices)
-        left = iter(indices)
-        self._pieces = [Piece(rows, list(itertools.islice(left, n)), weight) for n in counts]
+        examples = self._order.epoch(epoch)[first : first + settings.rows_per_step]
+        if self.reference is None:
+            weight, pairs = 1 / sum(rows.num_answers[example] for example in examples), None
+        else:
+            weight, pairs = 1 / len(examples), self.reference.trained
+        self._pieces = cut_pieces(rows, examples, self._budget, weight, pairs)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int, gradient_accumulation: int = 1) -> int:

@@ -22,17 +22,20 @@ from engine.training.run import RunRequest
 from engine.training.validation import Validation
 from kernels.training import Pools
 
-VERSION = 1
+VERSION = 2
 #: The tensors of a checkpoint: flat, as they lie in the run's span of the pool of that name.
 MASTER = "master"
 TENSORS = (MASTER, "first_moment", "second_moment")
 #: The masters of the best state so far; only in checkpoints of runs that are validated.
 BEST = "best"
+#: The log-probabilities of the rows under the run's start, of those trained on and those held out;
+#: only in checkpoints of preference runs that have them all.
+REFERENCE = ("reference", "held_out_reference")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """tensors  on the host, by the names of TENSORS, and BEST
+    """tensors  on the host, by the names of TENSORS, BEST and REFERENCE
     state    what JSON can carry: settings, step, tokens, and what the run belongs to
     """
 
@@ -64,6 +67,8 @@ def take(run: ActiveRun, pools: Pools, between: Callable[[], None] | None = None
         state |= {"held_out": _held_out(run.request), "validation": validation.state()}
         if validation.best is not None:
             tensors[BEST] = validation.best
+    if run.reference is not None and run.reference.is_whole:
+        tensors |= dict(zip(REFERENCE, run.reference.values(), strict=False))
     return Checkpoint(tensors, state)
 
 
@@ -91,11 +96,21 @@ def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
     for name in (*TENSORS, *({BEST} & saved.tensors.keys())):
         if name not in saved.tensors or saved.tensors[name].shape != (size,):
             raise RunRefused(f"its {name} is not that of this base", param="checkpoint")
+    _check_reference(saved, request)
     if request.held_out is not None:
         try:
             _restore_validation(saved, Validation(request.held_out, request.settings.steps, 1))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunRefused(f"its validation: {error!r}", param="checkpoint") from error
+
+
+def _check_reference(saved: Checkpoint, request: RunRequest) -> None:
+    if request.settings.beta is None or (saved.step == 0 and REFERENCE[0] not in saved.tensors):
+        return
+    held_out = [] if request.held_out is None else [request.held_out.rows]
+    for name, rows in zip(REFERENCE, [request.rows, *held_out], strict=False):
+        if name not in saved.tensors or saved.tensors[name].shape != (len(rows),):
+            raise RunRefused(f"its {name} is not that of these rows", param="checkpoint")
 
 
 def restore(
@@ -108,6 +123,8 @@ def restore(
 
 def restore_run(saved: Checkpoint, run: ActiveRun) -> None:
     """Give a run what a checkpoint has of it beside its span."""
+    if run.reference is not None and REFERENCE[0] in saved.tensors:
+        run.reference.restore([saved.tensors[name] for name in REFERENCE if name in saved.tensors])
     if run.validation is not None:
         _restore_validation(saved, run.validation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +36,8 @@ class RunProgress:
     tokens           trained on since the run's beginning
     validation_loss  mean over the held-out answer tokens after the update; None: it was not
                      validated, or the loss is no finite number
+    rewards          of a preference run: means over the step's pairs before the update, and with
+                     the prefix `validation_` over held-out ones after it
     best_step        of the state with the least loss so far, `best_loss`
     """
 
@@ -45,6 +48,7 @@ class RunProgress:
     grad_norm: float
     tokens: int
     validation_loss: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
     best_step: int | None = None
     best_loss: float | None = None
 

@@ -67,7 +67,7 @@ class TrainingModel:
     ) -> torch.Tensor:
         """Add every run's gradient to `pools.gradient`.
 
-        -> [pieces] float64: each piece's part of its run's loss
+        -> [N]: the loss of each answer token, not weighted
         """
         # Each layer is a graph of its own, so that the backward pass, too, comes back here between
         # two of them: on a GPU autograd works through a graph in a thread of its own.
@@ -86,9 +86,7 @@ class TrainingModel:
             self._pause()
             taken, hidden = passed.pop()
             (gradient,) = torch.autograd.grad(hidden, taken, gradient)
-        return torch.segment_reduce(
-            losses.detach().double() * batch.weights, "sum", lengths=batch.answer_counts
-        )
+        return losses.detach()
 
     @torch.no_grad()
     def token_losses(
@@ -178,5 +176,5 @@ class TrainingModel:
         weights = self._weights
         return answer_loss(
             hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
-            norm=Norm(weights.norm, self.config.rms_norm_eps),
+            norm=Norm(weights.norm, self.config.rms_norm_eps), reweigh=batch.reweigh,
         )  # fmt: skip

@@ -43,6 +43,8 @@ class RunSettings:
     max_grad_norm          0: gradients are not clipped
     order                  of the rows in an epoch; the first two are the Trainer's own, by `seed`
     seed                   of the initial adapter, the order and the dropout
+    beta                   of preference tuning (DPO), where the rows are pairs: each better answer
+                           is followed by the worse one; None: the rows' answers are learned
     use_dora … layers      known by name, so that `unsupported` can refuse them
     """
 
@@ -65,6 +67,7 @@ class RunSettings:
     dropout: Annotated[float, Range(0, _BELOW_ONE)] = 0.0
     order: Order = "group_by_length"
     seed: int = 0
+    beta: float | None = None
     use_dora: bool = False
     lora_bias: bool = False
     bias: str = "none"
@@ -76,6 +79,11 @@ class RunSettings:
     @property
     def rows_per_step(self) -> int:
         return self.batch_size * self.gradient_accumulation
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of what `batch_size` counts: two of a pair."""
+        return 1 if self.beta is None else 2
 
     @property
     def scale(self) -> float:
@@ -176,10 +184,12 @@ class RunRows:
             digest.update(values.contiguous().numpy().data.cast("B"))
         return digest.hexdigest()
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: ModelConfig, rows_per_example: int = 1) -> None:
         """Raise RunRefused naming a row that cannot be trained on."""
         if not self.lengths:
             raise RunRefused("there are no rows", param="rows")
+        if len(self) % rows_per_example:
+            raise RunRefused(f"{len(self)} rows are no pairs", param="rows")
         for index, (length, answers) in enumerate(zip(self.lengths, self.num_answers, strict=True)):
             if length > config.max_positions:
                 problem = f"row {index} has {length} tokens; the model has {config.max_positions}"
@@ -202,9 +212,9 @@ class HeldOut:
     every: int
     patience: int | None = None
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: ModelConfig, rows_per_example: int = 1) -> None:
         """Raise RunRefused naming what is wrong."""
-        self.rows.check(config)
+        self.rows.check(config, rows_per_example)
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:
                 raise RunRefused(f"{name} is {value}, not 1 or more", param=name)

@@ -6,7 +6,7 @@ Start reading at `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -109,13 +109,14 @@ class BatchTrainer:
         if lack is not None:
             raise RunUnsupported(f"{lack.field}: {lack.reason}", param=lack.field)
         request.settings.check()
-        request.rows.check(self._model.config)
+        size = request.settings.rows_per_example
+        request.rows.check(self._model.config, size)
         layout = AdapterLayout(self._model.config, request.settings)
         if layout.size > self._spans.capacity:
             problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
             raise RunTooLarge(problem, param="rank")
         if request.held_out is not None:
-            request.held_out.check(self._model.config)
+            request.held_out.check(self._model.config, size)
         if saved is not None:
             checkpoint.check(saved, request, self._model.config)
         if request.adapter is not None:
@@ -144,16 +145,17 @@ class BatchTrainer:
     def step(self) -> list[Event]:
         """Train one micro-batch: begin runs, pack, forward and backward, update, report.
 
-        Or validate one: of those whose turn it is some may have made a step that is validated.
+        Or read one: of those whose turn it is some may have made a step that is validated, or
+        begin with the log-probabilities of their start.
         """
         self._begin_runs()
         sizes = {run_id: run.piece.num_tokens for run_id, run in self._active.items()}
-        kinds = {run_id: run.is_validating for run_id, run in self._active.items()}
+        kinds = {run_id: run.is_read_only for run_id, run in self._active.items()}
         config = self._config
         chosen = self._scheduler.select(sizes, config.token_budget, config.runs_a_pass, kinds)
         runs = [self._active[run_id] for run_id in chosen]
-        if runs and runs[0].is_validating:
-            self._validate(runs)
+        if runs and runs[0].is_read_only:
+            self._read_pieces(runs)
         elif runs:
             self._pass_pieces(runs)
             self._update([run for run in runs if run.is_step_whole])
@@ -243,9 +245,9 @@ class BatchTrainer:
         """Add the gradients of these runs' next rows."""
         batch = pack([run.piece for run in runs], self._model.device)
         sites = self._tables.of([(run.layout, run.span) for run in runs])
-        losses = self._model.backward(batch, sites, self._pools).tolist()
-        for run, loss in zip(runs, losses, strict=True):
-            run.pass_piece(loss)
+        losses = self._model.backward(batch, sites, self._pools)
+        for run, figures in zip(runs, batch.measure(losses), strict=True):
+            run.pass_piece(figures)
 
     def _update(self, runs: Iterable[ActiveRun]) -> None:
         """Make the optimiser step of runs whose rows have all gone through; end who is done."""
@@ -253,7 +255,7 @@ class BatchTrainer:
         steps = [run.update() for run in due]
         norms = adamw(self._pools, steps).tolist() if due else []
         for run, made, norm in zip(due, steps, norms, strict=True):
-            for what, value in (("loss", run.loss), ("gradient's norm", norm)):
+            for what, value in (("loss", run.figures["loss"]), ("gradient's norm", norm)):
                 if not math.isfinite(value):
                     self._end_diverged(run, RunDiverged(made.step, what))
                     break
@@ -269,7 +271,8 @@ class BatchTrainer:
 
     def _go_on(self, run: ActiveRun, update: RunStep, norm: float) -> None:
         """Plan the next step, and report the one that was made, or have it validated first."""
-        made = StepMade(run.loss, update.lr, norm)
+        rewards = dict(run.figures)
+        made = StepMade(rewards.pop("loss"), update.lr, norm, rewards)
         run.end_step()
         if run.validation is not None and run.validation.is_due(run.step):
             run.validation.begin(made)
@@ -278,15 +281,18 @@ class BatchTrainer:
         if run.is_finished:
             self._end(run, "finished")
 
-    def _validate(self, runs: list[ActiveRun]) -> None:
-        """Add the losses of these runs' next held-out rows; end validations that are whole."""
+    def _read_pieces(self, runs: list[ActiveRun]) -> None:
+        """Add the figures of these runs' next held-out rows, or those of their start."""
         batch = pack([run.piece for run in runs], self._model.device)
         sites = self._tables.of([(run.layout, run.span) for run in runs])
-        losses = self._model.token_losses(batch, sites, self._pools).double()
-        sums = torch.segment_reduce(losses, "sum", lengths=batch.answer_counts).tolist()
-        for run, loss in zip(runs, sums, strict=True):
+        losses = self._model.token_losses(batch, sites, self._pools)
+        told = zip(runs, batch.measure(losses), batch.log_probabilities(losses), strict=True)
+        for run, figures, log_probabilities in told:
+            if run.reference is not None and not run.reference.is_whole:
+                run.reference.pass_piece(log_probabilities)
+                continue
             assert run.validation is not None
-            run.validation.pass_piece(loss)
+            run.validation.pass_piece(figures)
             if run.validation.is_whole:
                 self._conclude(run, run.validation)
 
@@ -296,12 +302,19 @@ class BatchTrainer:
         if is_best:
             trained = self._pools.master[run.span.elements]
             validation.best = to_host(trained, self._model.between)
-        self._report(run, made, loss if math.isfinite(loss) else None)
+        self._report(run, made, loss if math.isfinite(loss) else None, validation.rewards)
         if run.is_finished or validation.is_over:
             self._end(run, "finished")
 
-    def _report(self, run: ActiveRun, made: StepMade, validation_loss: float | None = None) -> None:
+    def _report(
+        self,
+        run: ActiveRun,
+        made: StepMade,
+        validation_loss: float | None = None,
+        validated: Mapping[str, float] | None = None,
+    ) -> None:
         """Report an optimiser step."""
+        held_out = {f"validation_{name}": value for name, value in (validated or {}).items()}
         self._events.append(
             RunProgress(
                 run_id=run.request.run_id,
@@ -311,6 +324,7 @@ class BatchTrainer:
                 grad_norm=made.grad_norm,
                 tokens=run.tokens,
                 validation_loss=validation_loss,
+                rewards=made.rewards | held_out,
                 best_step=run.validation.best_step if run.validation else None,
                 best_loss=run.validation.best_loss if run.validation else None,
             )

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from engine.training.packer import Piece, cut_step
+from engine.training.packer import Piece, cut_pieces
+from engine.training.preferences import Pairs, add_figures
 from engine.training.run import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
 class StepMade:
-    """The figures of an optimiser step, reported once its validation is over."""
+    """The figures of an optimiser step, reported once its validation is over.
+
+    rewards  of the step's pairs
+    """
 
     loss: float
     learning_rate: float
     grad_norm: float
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, state: dict[str, Any]) -> StepMade:
+        """Read what `dataclasses.asdict` made. Raises KeyError, TypeError, ValueError."""
+        rewards = {str(name): float(value) for name, value in state["rewards"].items()}
+        others = {name: float(value) for name, value in state.items() if name != "rewards"}
+        return cls(**others, rewards=rewards)
 
 
 class Validation:
@@ -33,11 +46,15 @@ class Validation:
     best       [size] the run's span of the masters after `best_step`, on the host; None: no loss
                was finite so far
     made       the step whose validation is under way; None: none is
+    rewards    of the held-out pairs in the last validation
     is_over    whether the run is to end: it got no better
     """
 
-    def __init__(self, held_out: HeldOut, steps: int, budget: int) -> None:
-        self._held_out, self._steps, self._budget = held_out, steps, budget
+    def __init__(
+        self, held_out: HeldOut, steps: int, budget: int, pairs: Pairs | None = None
+    ) -> None:
+        self._held_out, self._steps, self._budget, self._pairs = held_out, steps, budget, pairs
+        self.rewards: dict[str, float] = {}
         self.losses: list[tuple[int, float]] = []
         self.best: torch.Tensor | None = None
         self.best_step: int | None = None
@@ -46,7 +63,7 @@ class Validation:
         self.is_over = False
         self._num_worse = 0
         self._pieces: list[Piece] = []
-        self._sum = 0.0
+        self._sums: dict[str, float] = {}
 
     def is_due(self, step: int) -> bool:
         """Return whether the state after this step is validated."""
@@ -54,20 +71,19 @@ class Validation:
 
     def begin(self, made: StepMade) -> None:
         """Begin the validation that follows a step."""
-        self.made, self._sum = made, 0.0
-        rows, first = self._held_out.rows, 0
-        for count in cut_step(rows.lengths, self._budget):
-            self._pieces.append(Piece(rows, range(first, first + count), 1.0))
-            first += count
+        self.made, self._sums = made, {}
+        rows = self._held_out.rows
+        examples = range(len(rows) if self._pairs is None else len(rows) // 2)
+        self._pieces = cut_pieces(rows, examples, self._budget, 1.0, self._pairs)
 
     @property
     def piece(self) -> Piece:
         """The held-out rows that the run's next micro-batch takes."""
         return self._pieces[0]
 
-    def pass_piece(self, loss: float) -> None:
-        """Note that `piece` went through a micro-batch, and the sum of its tokens' losses."""
-        self._sum += loss
+    def pass_piece(self, figures: Mapping[str, float]) -> None:
+        """Note that `piece` went through a micro-batch, and the sums of its figures."""
+        add_figures(self._sums, figures)
         del self._pieces[0]
 
     @property
@@ -81,7 +97,10 @@ class Validation:
         """
         assert self.made is not None
         made, self.made = self.made, None
-        loss = self._sum / sum(self._held_out.rows.num_answers)
+        rows = self._held_out.rows
+        number = sum(rows.num_answers) if self._pairs is None else len(rows) // 2
+        means = {name: total / number for name, total in self._sums.items()}
+        loss, self.rewards = means.pop("loss"), means
         if math.isfinite(loss):
             self.losses.append((step, loss))
             if self.best_loss is None or loss < self.best_loss:
@@ -112,4 +131,4 @@ class Validation:
             self.best_step, self.best_loss = int(state["best_step"]), float(state["best_loss"])
         self._num_worse = int(state["num_worse"])
         if state["made"] is not None:
-            self.begin(StepMade(**{name: float(value) for name, value in state["made"].items()}))
+            self.begin(StepMade.read(state["made"]))

@@ -5,6 +5,7 @@ The gradient is computed beside the loss, so that logits are never computed twic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class _AnswerLoss(torch.autograd.Function):
         weights: torch.Tensor,
         norm: Norm | None,
         chunk: int,
+        reweigh: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         losses = torch.empty(len(tokens), dtype=wide, device=hidden.device)
@@ -109,6 +111,8 @@ class _AnswerLoss(torch.autograd.Function):
             if keeps:
                 d_picked = logits @ head
                 gradient[part] = d_picked if norm is None else norm.backward(picked, d_picked)
+        if reweigh is not None and keeps:
+            gradient *= reweigh(losses).to(gradient.dtype)[:, None]
         ctx.save_for_backward(gradient, tokens)
         ctx.shape = hidden.shape
         ctx.mark_non_differentiable(losses)
@@ -119,7 +123,7 @@ class _AnswerLoss(torch.autograd.Function):
         gradient, tokens = ctx.saved_tensors
         d_hidden = gradient.new_zeros(ctx.shape)
         d_hidden[tokens] = gradient * d_total.to(gradient.dtype)
-        return d_hidden, None, None, None, None, None, None
+        return d_hidden, None, None, None, None, None, None, None
 
 
 def answer_loss(
@@ -131,6 +135,7 @@ def answer_loss(
     *,
     norm: Norm | None = None,
     chunk: int = CHUNK,
+    reweigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropies of the tokens that follow `tokens`, and their weighted sum.
 
@@ -139,9 +144,11 @@ def answer_loss(
     tokens   [N] int64, rows of hidden, each once; none: the loss is zero
     targets  [N] int64, the token that follows each
     weights  [N] float32; 1 / (a run's answer tokens in the step) makes its loss their mean
+    reweigh  losses [N] -> factors [N] of the gradient's parts, for a loss that is a function of
+             several tokens' losses together; None: all are 1
     -> the sum of weight * loss, differentiable in hidden; the losses [N] float32, not weighted
     """
     out: tuple[torch.Tensor, torch.Tensor] = _AnswerLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, tokens, targets, weights, norm, chunk
+        hidden, head, tokens, targets, weights, norm, chunk, reweigh
     )
     return out

@@ -60,6 +60,7 @@ def test_a_job_is_taken_over(tmp_path: Path) -> None:
     assert old == OldJob(
         id="ftjob-abc123",
         model="gpt-4o-mini-2024-07-18",
+        method="supervised",
         suffix="support-v2",
         hyperparameters={
             "n_epochs": 4,
@@ -97,8 +98,20 @@ def test_what_cannot_be_taken_over_is_named(tmp_path: Path) -> None:
 
 
 def test_another_method_cannot_be_made_here(tmp_path: Path) -> None:
-    with pytest.raises(CliError, match="method is dpo: only supervised jobs"):
-        read(tmp_path, method={"type": "dpo", "dpo": {}})
+    with pytest.raises(CliError, match="method is reinforcement: only supervised and dpo jobs"):
+        read(tmp_path, method={"type": "reinforcement", "reinforcement": {}})
+    with pytest.raises(CliError, match="only supervised and dpo jobs"):
+        read(tmp_path, method={"type": ["dpo"]})
+
+
+def test_a_dpo_job_is_taken_over(tmp_path: Path) -> None:
+    hyperparameters = {"n_epochs": 2, "beta": 0.2, "learning_rate_multiplier": 2, "gamma": 1}
+    method = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+    old = read(tmp_path, method=method, hyperparameters=None, result_files=[])
+    taken = {"n_epochs": 2, "beta": 0.2, "learning_rate_multiplier": 2}
+    assert (old.method, old.hyperparameters) == ("dpo", taken)
+    assert old.notes[0] == "hyperparameters.gamma: it is not known here."
+    assert "2 is taken over, but of 0.0001, this server's rate" in old.notes[1]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', "{" * 10_000, '{"model": 3}'])

@@ -84,7 +84,11 @@ BODIES: dict[str, tuple[Any, Any, Fitting]] = {
             values={"output_expires_after.seconds": 3600},
         ),
     ),
-    "jobs": (JobCreateParams, FineTuningJobBody, Fitting()),
+    "jobs": (
+        JobCreateParams,
+        FineTuningJobBody,
+        Fitting(beside={"method.dpo": {"type": "dpo"}}),
+    ),
     "uploads": (
         UploadCreateParams,
         UploadBody,
@@ -241,16 +245,16 @@ output_expires_after: anchor seconds
 ## jobs obeyed
 : hyperparameters method model seed suffix training_file validation_file
 hyperparameters: batch_size learning_rate_multiplier n_epochs
-method: supervised type
+method: dpo supervised type
+method.dpo: hyperparameters
+method.dpo.hyperparameters: batch_size beta learning_rate_multiplier n_epochs
 method.supervised: hyperparameters
 method.supervised.hyperparameters: batch_size learning_rate_multiplier n_epochs
 ## jobs neutral
 : metadata
-method: dpo
 ## jobs refused
 : integrations[wandb]
-method: reinforcement type=dpo type=reinforcement
-method.dpo: hyperparameters
+method: reinforcement type=reinforcement
 ## uploads obeyed
 : bytes expires_after filename mime_type purpose
 expires_after: anchor seconds

@@ -120,7 +120,7 @@ def test_rows_as_openai_has_them_are_good() -> None:
     assert (lint(jsonl(*rows)).num_rows, lint(jsonl(*rows)).problems) == (5, [])
 
 
-PREFERENCE = "is a key of preference tuning (DPO, KTO), which is not available yet"
+PREFERENCE = "is a key of preference tuning in a form that is not read"
 UNKNOWN = "is not a known key, and may change what is learned"
 
 
@@ -130,8 +130,7 @@ UNKNOWN = "is not a known key, and may change what is learned"
         ({"label": False}, PREFERENCE),
         ({"label": True}, PREFERENCE),
         ({"kto_tag": False}, PREFERENCE),
-        ({"rejected_response": "b"}, PREFERENCE),
-        ({"rejected": [USER, ASSISTANT], "chosen": [USER, ASSISTANT]}, PREFERENCE),
+        ({"rejected": [USER, ASSISTANT]}, PREFERENCE),
         ({"margin": 0.5}, PREFERENCE),
         ({"label": "positive"}, UNKNOWN),
         ({"learn": False}, UNKNOWN),

@@ -237,15 +237,13 @@ def test_rows_of_public_formats_are_named_and_converted(
         assert made[0][key] == row[key]
 
 
-KTO = "label is a key of preference tuning (DPO, KTO), which is not available yet"
+KTO = "label is a key of preference tuning in a form that is not read"
 NO_TEXT = "is not text, and the models read only text"
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
-DPO = {"input": chat(U), "preferred_output": [A], "non_preferred_output": [A]}
 IMAGE = {"fileData": {"mimeType": "image/png", "fileUri": "gs://x"}}
 LOSSES: list[tuple[Any, str]] = [
     ({"prompt": "u", "completion": "a", "label": True}, KTO),
-    (DPO, "preferred_output is a key of preference tuning"),
-    ({"prompt": [U], "chosen": [A], "rejected": [A]}, "chosen is a key of preference tuning"),
+    ({"prompt": [U], "chosen": [A]}, "chosen is a key of preference tuning"),
     (
         {"query": "u", "response": "a", "rejected_response": "b"},
         "rejected_response is a key of pre",

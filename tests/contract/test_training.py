@@ -15,21 +15,21 @@ from tests.range_ends import inside, outside
 
 def test_each_number_has_its_range() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    assert fields == {*RANGES, "target_modules", "truncate", "gradient_checkpointing"}
+    assert fields == {*RANGES, "method", "target_modules", "truncate", "gradient_checkpointing"}
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_numbers_within_their_ranges_are_taken_and_no_others(name: str) -> None:
-    allowed = RANGES[name]
+    allowed, method = RANGES[name], {"method": "dpo"} if name == "beta" else {}
     for value in inside(allowed):
-        assert getattr(Hyperparameters.from_dict({name: value}), name) == value
+        assert getattr(Hyperparameters.from_dict({name: value, **method}), name) == value
     wrong: list[Any] = [*outside(allowed), "1", True, float("nan"), []]
     wrong += [allowed.least + 0.5] if allowed.is_whole else []
-    may_be_none = name in ("max_steps", "eval_steps", "patience")  # as if it were left out
+    may_be_none = name in ("beta", "max_steps", "eval_steps", "patience")  # as if it were left out
     wrong += [] if may_be_none else [None]
     for value in wrong:
         with pytest.raises(JobError, match=f"^hyperparameters.{name}: must be a ") as caught:
-            Hyperparameters.from_dict({name: value})
+            Hyperparameters.from_dict({name: value, **method})
         assert caught.value.field == f"hyperparameters.{name}"
 
 
@@ -44,11 +44,22 @@ def test_numbers_within_their_ranges_are_taken_and_no_others(name: str) -> None:
         ("packing", True),
         ("gradient_checkpointing", 1),
         ("quantization", "4bit"),
+        ("method", "kto"),
+        ("method", ["dpo"]),
+        ("beta", 0.1),
     ],
 )
 def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(JobError, match=rf"hyperparameters\.{field}"):
         Hyperparameters.from_dict({field: value})
+
+
+def test_a_method_has_its_own_defaults() -> None:
+    dpo = Hyperparameters.from_dict({"method": "dpo"})
+    assert (dpo.beta, dpo.learning_rate, dpo.rows_per_example) == (0.1, 1e-4, 2)
+    assert Hyperparameters.from_dict({"method": "dpo", "learning_rate": 1}).learning_rate == 1
+    with pytest.raises(JobError, match=r"^hyperparameters\.draft_heads: learn chats, not pairs"):
+        Hyperparameters.from_dict({"method": "dpo", "draft_heads": 1})
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -144,6 +144,45 @@ def test_a_job_from_the_file_to_the_answer(trainer: System, tmp_path: Path) -> N
     assert "support" not in [row["adapter"] for row in training_usage(system, "globex")]
 
 
+@pytest.mark.timeout(600)
+def test_a_job_of_preferences_becomes_a_version(trainer: System) -> None:
+    pairs = [
+        {
+            "input": {"messages": [{"role": "user", "content": f"Hello {number}"}]},
+            "preferred_output": [{"role": "assistant", "content": "Good day."}],
+            "non_preferred_output": [{"role": "assistant", "content": "Hi!"}],
+        }
+        for number in range(4)
+    ]
+    client = trainer.client()
+    rows = "".join(f"{json.dumps(pair)}\n" for pair in pairs).encode()
+    job = client.fine_tuning.jobs.create(
+        model=trainer.base_model,
+        training_file=client.files.create(file=("pairs.jsonl", rows), purpose="fine-tune").id,
+        suffix="polite",
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 2}}},
+        extra_body={"lorikeet": {"rank": 4, "alpha": 8, "max_steps": 3}},
+    )
+
+    def ended() -> Any:
+        found = client.fine_tuning.jobs.retrieve(job.id)
+        return found if found.status in ("succeeded", "failed") else None
+
+    done = until(ended, "the job's end", 500)
+    assert (done.status, done.error, done.fine_tuned_model) == ("succeeded", None, "polite@1")
+    assert done.method is not None and done.method.type == "dpo"
+    events = client.fine_tuning.jobs.list_events(job.id).data
+    steps = [event for event in reversed(events) if event.type == "metrics"]
+    figures: list[Any] = [event.data for event in steps]
+    assert [each["step"] for each in figures] == [1, 2, 3]
+    assert figures[0]["train_loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert figures[-1]["train_loss"] < figures[0]["train_loss"]
+    assert figures[-1]["reward_margin"] > 0 and figures[-1]["reward_accuracy"] == 1
+    assert "reward_margin" in client.files.content(done.result_files[0]).text
+    hello: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    assert client.chat.completions.create(model="polite@1", **hello).model
+
+
 def check_imported(system: System, folder: Path, printed: str) -> None:
     """What `lorikeet import-openai` made, and said; again it makes nothing."""
     client = system.client()

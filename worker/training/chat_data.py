@@ -26,6 +26,13 @@ _SHOWN = 10
 MIN_ROWS = 2
 
 
+#: The fault of a row that the run's method does not take, by whether it takes pairs.
+_OF_ANOTHER_METHOD = (
+    "has two answers: train it with the method dpo",
+    "has one answer: the method dpo takes pairs",
+)
+
+
 class DatasetError(ValueError):
     """Raised when a dataset cannot be trained on; the message names the line."""
 
@@ -47,6 +54,7 @@ class Examples:
     """A dataset as examples.
 
     num_rows    that are trained on
+    num_examples  of them, some rows in parts; a pair is one
     num_cut     rows that were cut
     num_dropped rows that had nothing left to learn after the cut
     validation  examples of the rows to validate with, and `num_validation`, those rows
@@ -55,6 +63,7 @@ class Examples:
 
     examples: RowFiles
     num_rows: int
+    num_examples: int
     num_cut: int = 0
     num_dropped: int = 0
     validation: RowFiles = field(default_factory=RowFiles)
@@ -126,6 +135,7 @@ def load_data(codec: TextCodec, job: TrainJob) -> Examples:
     return Examples(
         examples=train.examples,
         num_rows=train.num_rows,
+        num_examples=len(train.examples) // hyper.rows_per_example,
         num_cut=train.num_cut,
         num_dropped=train.num_dropped,
         validation=validation.examples,
@@ -143,6 +153,7 @@ def load_examples(codec: TextCodec, path: Path, hyper: Hyperparameters) -> Examp
     return Examples(
         examples=reader.examples,
         num_rows=reader.num_rows,
+        num_examples=len(reader.examples) // hyper.rows_per_example,
         num_cut=reader.num_cut,
         num_dropped=reader.num_dropped,
     )
@@ -162,13 +173,17 @@ class _Reader:
         self.examples = RowFiles(folder)
         self.num_rows = self.num_cut = self.num_dropped = 0
         self._codec, self._truncate, self._where = codec, hyper.truncate, where
+        self._takes_pairs = hyper.method == "dpo"
         self._max_length = min(hyper.max_length, codec.context_length)
         self._too_long: list[str] = []
 
     def add(self, number: int, row: Row) -> None:
         """Encode a row. Raises DatasetError, also once enough rows are too long."""
         self.num_rows += 1
-        tokens = encode(self._codec, number, row)
+        if self._takes_pairs != (row.rejected is not None):
+            raise DatasetError(f"line {number} {_OF_ANOTHER_METHOD[self._takes_pairs]}")
+        sides = [row] if row.rejected is None else [row, row.rejected]
+        tokens = [each for side in sides for each in encode(self._codec, number, side)]
         num_tokens = row_length(tokens)
         if num_tokens > self._max_length:
             self.num_cut += 1
@@ -177,6 +192,8 @@ class _Reader:
                 if len(self._too_long) > _SHOWN:
                     self.check()
         kept = list(cut(tokens, self._max_length))
+        if self._takes_pairs and len(kept) < len(sides):
+            kept = []
         self.num_dropped += not kept
         for part in kept:
             self.examples.add(part)

@@ -71,8 +71,8 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
     Raises JobError if it is longer than the job may be.
     """
     hyper = job.hyperparameters
-    steps = hyper.num_steps(len(data.examples))
-    tokens = round(data.examples.num_tokens * steps / hyper.steps_per_epoch(len(data.examples)))
+    steps = hyper.num_steps(data.num_examples)
+    tokens = round(data.examples.num_tokens * steps / hyper.steps_per_epoch(data.num_examples))
     for name, number, most in (
         ("steps", steps, job.most_steps),
         ("tokens", tokens, job.most_tokens),
@@ -82,7 +82,7 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
             raise JobError(field, f"the run would have {number} {name}; {most} is the limit")
     return {
         "rows": data.num_rows,
-        "examples": len(data.examples),
+        "examples": data.num_examples,
         "truncated_rows": data.num_cut,
         "dropped_rows": data.num_dropped,
         "validation_rows": data.num_validation,

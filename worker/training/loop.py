@@ -267,6 +267,7 @@ class BatchTraining:
                 validation_loss=event.validation_loss,
                 best_step=event.best_step,
                 best_loss=event.best_loss,
+                **event.rewards,
             ),
         }
         self._emit(event.run_id, "progress", **run.told)

@@ -29,7 +29,12 @@ MAX_TENSOR_BYTES = 16 << 30
 #: Before the names of a run's tensors: of its starting adapter, of its rows to validate with.
 _ADAPTER, _HELD_OUT = "adapter/", "held_out/"
 _LENGTH = struct.Struct(">I")
-_TYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
+_TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 _EVENTS: dict[str, type[RunStarted] | type[RunProgress] | type[RunEnded]] = {
     kind.__name__: kind for kind in (RunStarted, RunProgress, RunEnded)

@@ -99,12 +99,11 @@ def _body(
     setting: list[str] | None,
 ) -> dict[str, Any]:
     """Return the job to create, without its files."""
-    supervised = {"hyperparameters": old.hyperparameters}
     body: dict[str, Any] = {
         "model": base_model or _only_base_model(session),
         "suffix": old.suffix,
         "seed": old.seed,
-        "method": {"type": "supervised", "supervised": supervised},
+        "method": {"type": old.method, old.method: {"hyperparameters": old.hyperparameters}},
         "metadata": old.metadata,
         "lorikeet": read_settings(setting or []),
     }

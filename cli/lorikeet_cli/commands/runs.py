@@ -33,6 +33,7 @@ _MORE: list[Column] = [
     ("FINISHED", moment("finished_at")),
     ("ATTEMPTS", "attempts"),
     ("HYPERPARAMETERS", "hyperparameters"),
+    ("REWARD MARGIN", lambda row: row["progress"].get("reward_margin")),
     ("ERROR", "error"),
 ]
 _RunId = Annotated[

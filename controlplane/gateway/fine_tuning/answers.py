@@ -10,7 +10,7 @@ from django.utils import timezone
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
-from contract.training.job import Hyperparameters
+from contract.training.job import Hyperparameters, defaults_of
 from controlplane.files.models import File
 from controlplane.gateway.fine_tuning.checkpoints import Checkpoint
 from controlplane.gateway.rest.fields import Constant, DescribedField, PublicId, UnixTime
@@ -36,6 +36,7 @@ _PARAMS = {
     "hyperparameters.epochs": "hyperparameters.n_epochs",
     "hyperparameters.batch_size": "hyperparameters.batch_size",
     "hyperparameters.learning_rate": "hyperparameters.learning_rate_multiplier",
+    "hyperparameters.beta": "method.dpo.hyperparameters.beta",
 }
 
 
@@ -54,9 +55,13 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else round(value, 9)
 
 
+def _method(run: TrainingRun) -> str:
+    return str(run.hyperparameters.get("method", _DEFAULTS.method))
+
+
 def _hyperparameters(run: TrainingRun) -> dict[str, Any]:
-    given = run.hyperparameters
-    rate = given.get("learning_rate", _DEFAULTS.learning_rate) / _DEFAULTS.learning_rate
+    given, defaults = run.hyperparameters, defaults_of(_method(run))
+    rate = given.get("learning_rate", defaults.learning_rate) / defaults.learning_rate
     return {
         "n_epochs": _number(given.get("epochs", _DEFAULTS.epochs)),
         "batch_size": given.get("batch_size", _DEFAULTS.batch_size),
@@ -141,7 +146,10 @@ class FineTuningJobSerializer(serializers.Serializer[TrainingRun]):
         return _hyperparameters(run)
 
     def get_method(self, run: TrainingRun) -> dict[str, Any]:
-        return {"type": "supervised", "supervised": {"hyperparameters": _hyperparameters(run)}}
+        method, found = _method(run), _hyperparameters(run)
+        if method == "dpo":
+            found["beta"] = run.hyperparameters.get("beta", defaults_of(method).beta)
+        return {"type": method, method: {"hyperparameters": found}}
 
     def get_seed(self, run: TrainingRun) -> int:
         return int(run.hyperparameters.get("seed", _DEFAULTS.seed))

@@ -8,34 +8,33 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.ranges import Range
-from contract.training.job import RANGES, Hyperparameters
+from contract.training.job import METHODS, RANGES, defaults_of
 from controlplane.gateway.fine_tuning.services import JobForm
 from controlplane.inference.bodies import Body, at_most, refused, within, without_nul
 from controlplane.inference.schemas import Metadata
 
-DEFAULTS = Hyperparameters()
 MAX_EXTRAS = 20
 Auto = Literal["auto"]
 FileName = Annotated[str, Field(max_length=100)]
 
 
-#: OpenAI's other methods. PEFT has no trainer for DPO.
-_METHODS = ("dpo", "reinforcement")
-_SUPERVISED = "train with the method supervised"
+_OFFERED = "train with the method supervised or dpo"
 
 
-def _supervised(value: str) -> str:
-    if value != "supervised":
-        named = f"{value} is not offered" if value in _METHODS else f"`{value[:40]}` is not known"
+def _offered(value: str) -> str:
+    if value not in METHODS:
+        is_known = value == "reinforcement"
+        named = f"{value} is not offered" if is_known else f"`{value[:40]}` is not known"
         raise PydanticCustomError(
-            "unsupported", "must be one that is supervised; {named}", {"named": named}
+            "unsupported", "must be supervised or dpo; {named}", {"named": named}
         )
     return value
 
 
 #: Bounds of the learning rate, as multiples of the default one.
 _RATE = RANGES["learning_rate"]
-_MULTIPLIER = Range(_RATE.least / DEFAULTS.learning_rate, _RATE.most / DEFAULTS.learning_rate)
+_DEFAULT = defaults_of("supervised").learning_rate
+_MULTIPLIER = Range(_RATE.least / _DEFAULT, _RATE.most / _DEFAULT)
 
 
 class HyperparametersBody(Body):
@@ -45,26 +44,50 @@ class HyperparametersBody(Body):
     batch_size: Annotated[int, within(RANGES["batch_size"])] | Auto | None = None
     learning_rate_multiplier: Annotated[float, within(_MULTIPLIER)] | Auto | None = None
 
-    def given(self) -> dict[str, Any]:
+    def given(self, method: str) -> dict[str, Any]:
         """Return those with a value, as the trainer names them."""
         rate = self.learning_rate_multiplier
         if isinstance(rate, int | float):
-            rate = min(max(rate * DEFAULTS.learning_rate, _RATE.least), _RATE.most)
+            rate = min(max(rate * defaults_of(method).learning_rate, _RATE.least), _RATE.most)
         found = {"epochs": self.n_epochs, "batch_size": self.batch_size, "learning_rate": rate}
         return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
+class DpoHyperparametersBody(HyperparametersBody):
+    beta: Annotated[float, within(RANGES["beta"])] | Auto | None = None
+
+    def given(self, method: str) -> dict[str, Any]:
+        beta = {} if self.beta in (None, "auto") else {"beta": self.beta}
+        return super().given(method) | beta
 
 
 class SupervisedBody(Body):
     hyperparameters: HyperparametersBody | None = None
 
 
+class DpoBody(Body):
+    hyperparameters: DpoHyperparametersBody | None = None
+
+
 class MethodBody(Body):
     """The method of training."""
 
-    type: Annotated[str, AfterValidator(_supervised)]
+    type: Annotated[str, AfterValidator(_offered)]
     supervised: SupervisedBody | None = None
-    dpo: Annotated[Any, refused(_SUPERVISED)] = None
-    reinforcement: Annotated[Any, refused(_SUPERVISED)] = None
+    dpo: DpoBody | None = None
+    reinforcement: Annotated[Any, refused(_OFFERED)] = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> MethodBody:
+        for name in METHODS:
+            if name != self.type and getattr(self, name) is not None:
+                raise ValueError(f"{name}: the method is {self.type}, leave it out")
+        return self
+
+    @property
+    def hyperparameters(self) -> HyperparametersBody | None:
+        own = self.dpo if self.type == "dpo" else self.supervised
+        return own.hyperparameters if own else None
 
 
 def _are_ours(value: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +103,8 @@ _OPENAIS = {
     "batch_size": "batch_size",
     "learning_rate": "learning_rate_multiplier",
     "seed": "seed",
+    "method": "method.type",
+    "beta": "method.dpo.hyperparameters.beta",
 }
 Extras = Annotated[dict[str, Any], at_most(MAX_EXTRAS), AfterValidator(_are_ours)]
 
@@ -101,18 +126,20 @@ class FineTuningJobBody(Body):
     @model_validator(mode="after")
     def _says_it_once(self) -> FineTuningJobBody:
         if self.hyperparameters is not None and self._of_method is not None:
-            raise ValueError("hyperparameters: give them in method.supervised alone")
+            raise ValueError("hyperparameters: give them in method alone")
         return self
 
     @property
     def _of_method(self) -> HyperparametersBody | None:
-        supervised = self.method.supervised if self.method else None
-        return supervised.hyperparameters if supervised else None
+        return self.method.hyperparameters if self.method else None
 
     def form(self) -> JobForm:
         of_method = self._of_method
         found = of_method or self.hyperparameters
-        given = found.given() if found else {}
+        method = self.method.type if self.method else "supervised"
+        given = found.given(method) if found else {}
+        if method != "supervised":
+            given["method"] = method
         if self.seed is not None:
             given["seed"] = self.seed
         return JobForm(
@@ -121,6 +148,6 @@ class FineTuningJobBody(Body):
             validation_file=self.validation_file,
             suffix=self.suffix,
             hyperparameters=given | (self.lorikeet or {}),
-            place="method.supervised.hyperparameters" if of_method else "hyperparameters",
+            place=f"method.{method}.hyperparameters" if of_method else "hyperparameters",
             metadata=self.metadata,
         )

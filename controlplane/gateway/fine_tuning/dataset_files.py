@@ -5,6 +5,9 @@ The store copies the bytes itself; none of them passes through this process.
 
 from __future__ import annotations
 
+from contract.process import line_reader
+from contract.training import chat_rows
+from contract.training.row_messages import Row
 from controlplane.errors import InvalidRequest, NotFound
 from controlplane.files.models import File, Purpose
 from controlplane.files.services import file_get
@@ -47,6 +50,29 @@ def take_over(file: File, param: str) -> Rows:
         raise NotFound("There is no such file.", param=param) from error
     assert file.num_rows is not None, "its purpose is fine-tuning"
     return Rows(sha256=file.sha256, num_bytes=file.num_bytes, num_rows=file.num_rows)
+
+
+@storage.answering()
+def method_check(rows: Rows, method: str, param: str) -> None:
+    """Check that rows that were taken over are those of the method. Raises InvalidRequest.
+
+    All rows are of the first one's kind.
+    """
+    lines = line_reader.lines(contents.pieces(rows.sha256), max_bytes=chat_rows.MAX_LINE_BYTES)
+    first = next(chat_rows.read_rows(lines))
+    has_pairs = isinstance(first, Row) and first.rejected is not None
+    if has_pairs != (method == "dpo"):
+        told = (
+            "two answers: train it with the method dpo"
+            if has_pairs
+            else (
+                "one answer, and the method dpo takes two: give preferred_output and "
+                "non_preferred_output, or train with the method supervised"
+            )
+        )
+        raise InvalidRequest(
+            f"A row of the file has {told}.", param=param, code="rows_of_another_method"
+        )
 
 
 def dataset_from_file(*, name: str, file_id: str, appends: bool) -> Dataset:

@@ -19,11 +19,13 @@ from controlplane.files.services import (
 )
 from controlplane.training.models import TrainingEvent, TrainingRun
 
-#: The trainer measures no accuracy: that column is empty.
+#: The trainer measures no accuracy of tokens: those columns are empty.
 COLUMNS = (
     "step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy",
     "learning_rate", "trained_tokens", "tokens_per_s",
 )  # fmt: skip
+#: The further columns of a preference run.
+REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 _MAX_BYTES = 1024**2
 
 
@@ -64,7 +66,9 @@ def _publish(file: File, rows: Any) -> None:
 
 def _table(run: TrainingRun) -> str:
     text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    rewards = REWARDS if run.hyperparameters.get("method") == "dpo" else ()
+    columns = (*COLUMNS, *rewards, *(f"validation_{name}" for name in rewards))
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     table.writeheader()
     metrics = run.events.filter(kind=TrainingEvent.Kind.METRICS).order_by("pk")
     for data in metrics.values_list("data", flat=True):

@@ -12,7 +12,11 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from controlplane.errors import ApiError, InvalidRequest, require
-from controlplane.gateway.fine_tuning.dataset_files import take_over, training_file_get
+from controlplane.gateway.fine_tuning.dataset_files import (
+    method_check,
+    take_over,
+    training_file_get,
+)
 from controlplane.gateway.fine_tuning.warm_start import Start, start_of
 from controlplane.tenancy.model_scope import check_named, check_unbound
 from controlplane.tenancy.public_ids import parse_id
@@ -80,9 +84,12 @@ def job_create(*, principal: Principal, form: JobForm) -> TrainingRun:
         validation = training_file_get(form.validation_file, "validation_file")
     with transaction.atomic():
         quotas.check("training_runs")  # before the bytes are copied
-    num_rows = take_over(training, "training_file").num_rows
+    method = given.get("method", "supervised")
+    rows = take_over(training, "training_file")
+    method_check(rows, method, "training_file")
     if validation is not None:
-        take_over(validation, "validation_file")
+        method_check(take_over(validation, "validation_file"), method, "validation_file")
+    num_rows = rows.num_rows
     with _own_names(form), transaction.atomic():
         hyperparameters = _resolved(given, num_rows)
         check_rows(num_rows)
@@ -163,6 +170,7 @@ def _own_names(form: JobForm) -> Iterator[None]:
         "hyperparameters.epochs": f"{form.place}.n_epochs",
         "hyperparameters.batch_size": f"{form.place}.batch_size",
         "hyperparameters.learning_rate": f"{form.place}.learning_rate_multiplier",
+        "hyperparameters.beta": f"{form.place}.beta",
     }
     try:
         yield

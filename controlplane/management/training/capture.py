@@ -24,7 +24,7 @@ from controlplane.training.datasets.captured_rows import dataset_from_captured
 
 _ONLY_HELP = (
     "all: without those that were rated bad and not corrected; good: rated good, or corrected; "
-    "corrected."
+    "corrected; pairs: corrected ones, for the method dpo."
 )
 _SHARES_HELP = "By the model's name (an alias, an adapter, a version), in place of `share`."
 _FILTERS = [

@@ -24,7 +24,8 @@ def checked_hyperparameters(fields: Any) -> dict[str, Any]:
 
 def most_tokens(hyper: Hyperparameters, num_rows: int) -> int:
     """Return the most tokens that a training reads, if every row has the maximum length."""
-    return hyper.num_steps(num_rows) * min(hyper.rows_per_step, num_rows) * hyper.max_length
+    rows = min(hyper.rows_per_step, num_rows) * hyper.rows_per_example
+    return hyper.num_steps(num_rows) * rows * hyper.max_length
 
 
 def check_size(hyperparameters: dict[str, Any], num_rows: int) -> None:

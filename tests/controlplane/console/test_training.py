@@ -65,6 +65,30 @@ def test_bad_dataset_says_why_beside_the_field(content: bytes, acme: Party) -> N
     assert b'id="id_file_error"' in answer.content
 
 
+PAIR = {"prompt": [CHAT["messages"][0]], "chosen": [CHAT["messages"][1]]}
+PAIR["rejected"] = [{"role": "assistant", "content": "What?"}]
+
+
+def test_a_run_over_pairs_shows_its_rewards(acme: Party, base_model: BaseModel) -> None:
+    upload(acme, json.dumps(PAIR).encode() + b"\n" + json.dumps(PAIR).encode() + b"\n")
+    browser = browser_of(acme.owner)
+    form = {"adapter": "voice", "dataset": "voice", "method": "dpo", "beta": "0.2"}
+    answer = browser.post("/console/training/runs", form)
+    assert answer.status_code == 302
+    rewards = {"reward_chosen": 0.25, "reward_rejected": -0.5, "reward_margin": 0.75}
+    with tenant_scope(acme.tenant.id):
+        run = TrainingRun.objects.get()
+        assert run.hyperparameters == {"method": "dpo", "beta": 0.2}
+        run.progress = {"step": 1, "steps": 2, "loss": 0.4, "reward_accuracy": 0.9, **rewards}
+        run.save()
+    page = browser.get(answer.url).content.decode()
+    assert "preferred 0.250, other -0.500, margin 0.750" in page
+    assert "has the higher reward in 0.90 of the step" in page
+    form["method"] = "supervised"
+    refusal = browser.post("/console/training/runs", form)
+    assert refusal.status_code == 422 and b"is for the method dpo" in refusal.content
+
+
 def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel, settings: Any) -> None:
     upload(acme, ROWS)
     browser = browser_of(acme.owner)
@@ -167,6 +191,7 @@ def test_the_form_says_what_a_run_takes_and_what_is_wrong_beside_its_field(
         "gradient_accumulation": "3",
         "checkpoints": "2",
         "draft_heads": "3",
+        "method": "supervised",
         "gradient_checkpointing": "on",
     }
 

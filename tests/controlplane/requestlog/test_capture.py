@@ -325,6 +325,28 @@ def test_new_ones_are_appended_once(acme: Party, globex: Party, client: Any) -> 
     assert append(only="all") == (0, 3, 4)
 
 
+def test_corrected_answers_make_pairs(acme: Party, client: Any) -> None:
+    switch_on(acme)
+    fixed, good, same = (words(acme, text) for text in ("fixed", "good", "same"))
+    captures_keep([fixed, good, same])
+    rate(acme, fixed, rating="bad", answer="better")
+    rate(acme, good, rating="good")
+    rate(acme, same, answer="answer to same")
+    headers = key_of(acme, Permission.READ, Permission.TRAINING_WRITE, Permission.REQUESTS_CONTENT)
+    url = "/api/v1/datasets/preferred/from-captured"
+    answer = client.post(url, data={"only": "pairs"}, content_type="application/json", **headers)
+    assert answer.status_code == 201, answer.content
+    told = answer.json()
+    assert (told["num_added"], told["num_left_out"]) == (1, 1)
+    with tenant_scope(acme.tenant.pk):
+        (line,) = b"".join(contents.pieces(Dataset.objects.get().sha256)).splitlines()
+    assert json.loads(line) == {
+        "input": {"messages": [{"role": "user", "content": "fixed"}]},
+        "preferred_output": [{"role": "assistant", "content": "better"}],
+        "non_preferred_output": [{"role": "assistant", "content": "answer to fixed"}],
+    }
+
+
 def test_two_calls_at_once_add_a_request_once(acme: Party) -> None:
     switch_on(acme)
     captures_keep([words(acme, "one")])

@@ -29,7 +29,7 @@ def test_a_wrong_one_is_named() -> None:
         with pytest.raises(InvalidRequest) as caught:
             checked_hyperparameters(fields)
         assert caught.value.param == param
-    with pytest.raises(InvalidRequest, match="is not a hyperparameter; there are: rank, alpha"):
+    with pytest.raises(InvalidRequest, match="is not a hyperparameter; there are: method, beta"):
         checked_hyperparameters({"quantization": "nf4"})
     good = {"rank": 8, "alpha": 16, "learning_rate": 1e-3, "target_modules": ["q_proj"]}
     assert checked_hyperparameters(good) == good

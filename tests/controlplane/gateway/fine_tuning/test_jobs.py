@@ -304,7 +304,19 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
                 "supervised": {"hyperparameters": {"n_epochs": "many"}},
             }
         },
-        "method.type": {"method": {"type": "dpo", "dpo": {}}},
+        "method.type": {"method": {"type": "reinforcement", "reinforcement": {}}},
+        "method.dpo": {"method": {"type": "supervised", "dpo": {}}},
+        "method.supervised": {"method": {"type": "dpo", "supervised": {}}},
+        "method.dpo.hyperparameters.beta": {
+            "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}
+        },
+        "method.dpo.hyperparameters.gamma": {
+            "method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}
+        },
+        "method.supervised.hyperparameters.beta": {
+            "method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 0.1}}}
+        },
+        "lorikeet.method": {"lorikeet": {"method": "dpo"}},
         "integrations": {"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]},
         "lorikeet.rank": {"lorikeet": {"rank": 1000}},
         "lorikeet.target_modules.0": {"lorikeet": {"target_modules": ["../x"]}},
@@ -325,13 +337,57 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
     }
     for param, body in faults.items():
         assert refused(site, training_file=file, **body)["param"] == param, body
-    dpo = refused(site, training_file=file, **faults["method.type"])
-    assert dpo["message"].endswith("is supervised; dpo is not offered.")
+    other = refused(site, training_file=file, **faults["method.type"])
+    assert other["message"].endswith("supervised or dpo; reinforcement is not offered.")
     long = refused(site, training_file=file, lorikeet={"max_steps": 1_000_000})
     assert (long["param"], long["code"]) == ("lorikeet.max_steps", "training_too_long")
     with pytest.raises(openai.BadRequestError, match="line 2 is not JSON") as caught:
         upload(site, rows=ROWS.splitlines(keepends=True)[0] + b"{oh no\n")
     assert caught.value.code == "invalid_dataset"
+
+
+PAIRS = b"".join(
+    json.dumps(
+        {
+            "input": {"messages": [{"role": "user", "content": f"hello {number}"}]},
+            "preferred_output": [{"role": "assistant", "content": "world"}],
+            "non_preferred_output": [{"role": "assistant", "content": "what?"}],
+        }
+    ).encode()
+    + b"\n"
+    for number in range(20)
+)
+
+
+def test_a_job_of_preferences(site: Site) -> None:
+    client, file = site.client(), upload(site, rows=PAIRS)
+    hyperparameters = {"n_epochs": 2, "beta": 0.2, "learning_rate_multiplier": 0.5}
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+    job = create(site, training_file=file, validation_file=file, suffix="kind", method=method)
+    assert job.method is not None and job.method.type == "dpo" and job.method.dpo is not None
+    told = job.method.dpo.hyperparameters
+    assert told is not None and told.to_dict() == {**hyperparameters, "batch_size": 8}
+    assert client.fine_tuning.jobs.retrieve(job.id) == job
+    ours: dict[str, Any] = job.lorikeet  # type: ignore[attr-defined]
+    assert ours["hyperparameters"] == {
+        **{"method": "dpo", "beta": 0.2, "epochs": 2, "batch_size": 8, "learning_rate": 0.00005}
+    }
+    auto = create(site, training_file=file, method={"type": "dpo"})
+    assert auto.method is not None and auto.method.dpo is not None
+    assert auto.method.dpo.hyperparameters is not None
+    assert auto.method.dpo.hyperparameters.beta == 0.1
+    # Rows of the other method are refused before a job is made.
+    for field, one, other, body in (
+        ("training_file", file, None, {}),
+        ("training_file", upload(site), None, {"method": method}),
+        ("validation_file", file, upload(site), {"method": method}),
+    ):
+        files = {"training_file": one} | ({"validation_file": other} if other else {})
+        error = refused(site, **files, **body)
+        assert (error["param"], error["code"]) == (field, "rows_of_another_method")
+    wrong = PAIRS.splitlines(keepends=True)[0].replace(b"preferred_output", b"preferred", 1)
+    with pytest.raises(openai.BadRequestError, match="line 1: preferred is not a known key"):
+        upload(site, rows=wrong)
 
 
 def test_the_quota_of_runs_and_the_scopes_of_keys_hold(site: Site) -> None:
