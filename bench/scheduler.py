@@ -42,6 +42,8 @@ from engine.memory.eviction import ReloadCosts
 from engine.memory.page_pool import PagePool
 from engine.memory.prefix_cache import PrefixCache
 from engine.model.config import ModelConfig
+from engine.model.plan import Plan
+from engine.model.rope import Rotation
 from engine.model.weights import Weights
 from engine.request import AdapterPart, Priority, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -74,8 +76,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_positions=1 << 16,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
+    plan=Plan(eps=1e-5, rotations=(Rotation(theta=10_000.0),) * 32),
     tie_embeddings=True,
     eos_token_ids=(0,),
 )

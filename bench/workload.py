@@ -69,10 +69,10 @@ def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weigh
         embedding=matrix(model.vocab_size, hidden),
         layers=tuple(
             LayerWeights(
-                input_norm=ones,
+                attention_norm=ones,
                 qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
                 o=matrix(hidden, model.q_size),
-                post_norm=ones,
+                mlp_norm=ones,
                 gate_up=matrix(2 * inner, hidden),
                 down=matrix(hidden, inner),
             )

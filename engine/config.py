@@ -206,7 +206,7 @@ class EngineConfig:
 
     def kv_window(self, model: ModelConfig) -> int | None:
         """Return how many tokens back, the new one included, KV may be read; None: all."""
-        windows = [window for window in model.windows if window is not None]
+        windows = [window for window in model.plan.windows if window is not None]
         if not windows or len(windows) < model.num_layers:
             return None
         return max(windows) + (KEYS_READ_TOGETHER - 1 if self.runs_triton else 0)

@@ -10,13 +10,16 @@ The result equals `rope_kv_write` followed by `paged_attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from kernels.attention import visible
 from kernels.kv_pages import PageLayout
+from kernels.rope import Pairs
 
 # Largest number of tokens in a chunk whose query heads of one key head are computed as one matrix,
 # as in a decode. For a long chunk, repeated keys cost less than this saves.
@@ -57,29 +60,47 @@ class _Chunk:
     is_short: bool = False
 
 
+class Rope(Protocol):
+    """The tables of a rotation."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairs: Pairs | None
+
+
 _Work = tuple[list[_Decodes], list[_Chunk]]
 
 
 class CpuAttention:
     """Plans steps over one arena.
 
-    cos, sin  [M, D] fp32, the second half of a row repeats the first
-    arena     [P, page_elems] fp32
-    windows   each layer's sliding window or None; empty: no layer has one
+    ropes    each layer's cosines and sines [M, D] fp32, the second half of a row repeats the first;
+             None: nothing is rotated
+    arena    [P, page_elems] fp32
+    windows  each layer's sliding window or None; empty: no layer has one
+    scale    of the scores; None: 1 / sqrt(D)
+    growth   q's factors [T] of positions [T]; None: there are none
     """
 
     def __init__(
         self,
         *,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        ropes: Sequence[Rope | None],
         arena: torch.Tensor,
         layout: PageLayout,
         num_heads: int,
         windows: tuple[int | None, ...] = (),
+        scale: float | None = None,
+        growth: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.windows = windows or (None,) * layout.num_layers
-        self._cos, self._sin = cos, sin
+        self.ropes, self._growth = ropes, growth
+        self.scale = layout.head_dim**-0.5 if scale is None else scale
+        self.orders = {
+            id(rope): rope.pairs.order(layout.head_dim)
+            for rope in ropes
+            if rope is not None and rope.pairs is not None
+        }
         self.arena, self.layout, self.num_heads = arena, layout, num_heads
 
     def plan(
@@ -96,13 +117,18 @@ class CpuAttention:
             window: self._work(window, query_start, context_lens, page_tables)
             for window in set(self.windows)
         }
-        sin = self._sin[positions].unsqueeze(1)
-        # The rotation swaps the halves and negates the first; sin takes the sign.
-        sin[..., : self.layout.head_dim // 2].neg_()
+        angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for rope in self.ropes:
+            if rope is not None and id(rope) not in angles:
+                sin = rope.sin[positions].unsqueeze(1)
+                # The rotation swaps the halves and negates the first; sin takes the sign.
+                sin[..., : self.layout.head_dim // 2].neg_()
+                angles[id(rope)] = rope.cos[positions].unsqueeze(1), sin
+        growth = None if self._growth is None else self._growth(positions)[:, None, None]
         return CpuAttentionStep(
             self,
-            cos=self._cos[positions].unsqueeze(1),
-            sin=sin,
+            angles=angles,
+            growth=growth,
             kv_rows=self._kv_rows(slots),
             work=work,
         )
@@ -211,18 +237,18 @@ class CpuAttentionStep:
         self,
         owner: CpuAttention,
         *,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        angles: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        growth: torch.Tensor | None,
         kv_rows: torch.Tensor,
         work: dict[int | None, _Work],
     ) -> None:
         layout = owner.layout
         self._layout, self._num_heads = layout, owner.num_heads
-        self._cos, self._sin, self._kv_rows = cos, sin, kv_rows
+        self._owner, self._angles, self._growth, self._kv_rows = owner, angles, growth, kv_rows
         self._work, self._windows = work, owner.windows
         self._token_rows = owner.arena.view(-1, layout.head_dim)
         self._block_rows = owner.arena.view(-1, layout.head_stride)
-        self._scale = layout.head_dim**-0.5
+        self._scale = owner.scale
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """Rotate, write KV, attend.
@@ -231,16 +257,14 @@ class CpuAttentionStep:
         -> [T, H * D]
         """
         layout, num_heads = self._layout, self._num_heads
-        rotary = heads[:, : num_heads + layout.num_kv_heads]
-        swapped = torch.cat(
-            (rotary[..., layout.head_dim // 2 :], rotary[..., : layout.head_dim // 2]), dim=-1
-        )
-        rotated = torch.addcmul(rotary * self._cos, swapped, self._sin)
+        rotated = self._rotate(heads[:, : num_heads + layout.num_kv_heads], layer)
         values = heads[:, num_heads + layout.num_kv_heads :]
         kv = torch.cat((rotated[:, num_heads:], values), dim=1).view(-1, layout.head_dim)
         rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
         self._token_rows.index_copy_(0, rows, kv)
         q = rotated[:, :num_heads]
+        if self._growth is not None:
+            q = q * self._growth
         decodes, chunks = self._work[self._windows[layer]]
         if len(decodes) == 1 and decodes[0].rows is None:
             return self._attend_decodes(q, decodes[0], layer)
@@ -253,6 +277,19 @@ class CpuAttentionStep:
                 q[chunk.start : chunk.end], chunk, layer
             )
         return out
+
+    def _rotate(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rotate q and k [T, H + K, D]; each pair's dimensions then lie D / 2 apart."""
+        rope = self._owner.ropes[layer]
+        if rope is None:
+            return heads
+        cos, sin = self._angles[id(rope)]
+        order = self._owner.orders.get(id(rope))
+        if order is not None:  # scores are sums over a head, whatever its order
+            heads = heads[..., order]
+        half = self._layout.head_dim // 2
+        swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+        return torch.addcmul(heads * cos, swapped, sin)
 
     def _gather(self, blocks: torch.Tensor, layer: int) -> torch.Tensor:
         """Gather blocks [2, S, K, n]: return keys and values [2, S, K, n * B, D]."""

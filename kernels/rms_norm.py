@@ -20,7 +20,7 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(x.dtype)).to(x.dtype)
 
 
 def add_rms_norm_ref(

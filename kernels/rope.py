@@ -9,11 +9,49 @@ Source: RoFormer, arXiv:2104.09864.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 from kernels.fp8 import Scales
 from kernels.kv_pages import PageLayout
+
+
+class Pairs(NamedTuple):
+    """Which dimensions of a head turn together: the first `width` alone turn.
+
+    is_interleaved  each even one with the next; else each with the one half a width further
+    """
+
+    width: int
+    is_interleaved: bool
+
+    def order(self, dim: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return [D] int64: the dimensions such that each turns with the one D / 2 further.
+
+        Those that do not turn are paired, too: their angle is zero.
+        """
+        turning = torch.arange(self.width, device=device)
+        rest = torch.arange(self.width, dim, device=device)
+        if self.is_interleaved:
+            low, high = turning[::2], turning[1::2]
+        else:
+            low, high = turning.chunk(2)
+        rest_low, rest_high = rest.chunk(2) if len(rest) else (rest, rest)
+        return torch.cat((low, rest_low, high, rest_high))
+
+
+@jit()
+def pair_of(d, D: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return both dimensions of the pairs d, in the order of `Pairs.order`."""
+    if INTERLEAVED:
+        first = tl.where(d < WIDTH // 2, 2 * d, d + WIDTH // 2)
+        second = tl.where(d < WIDTH // 2, 2 * d + 1, d + D // 2)
+    else:
+        first = tl.where(d < WIDTH // 2, d, d + WIDTH // 2)
+        second = tl.where(d < WIDTH // 2, d + WIDTH // 2, d + D // 2)
+    return first, second
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -26,8 +64,8 @@ def rope_kv_write_ref(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     arena: torch.Tensor,
     layout: PageLayout,
@@ -38,14 +76,17 @@ def rope_kv_write_ref(
 
     q          [T, H, D]
     k, v       [T, K, D]
-    cos, sin   [M, D] fp32   tables by position; the second half of a row repeats the first
+    cos, sin   [M, D] fp32   tables by position; the second half of a row repeats the first; None:
+                             nothing is rotated
     positions  [T]
     arena      [P, page_elems], written
     slots      [T] int64     page * B + offset of each token
     -> [T, H, D]
     """
-    token_cos = cos[positions].unsqueeze(1).to(q.dtype)
-    token_sin = sin[positions].unsqueeze(1).to(q.dtype)
+    if cos is not None and sin is not None:
+        token_cos = cos[positions].unsqueeze(1).to(q.dtype)
+        token_sin = sin[positions].unsqueeze(1).to(q.dtype)
+        q, k = (_rotate(x, token_cos, token_sin) for x in (q, k))
     pages = layout.kv(arena).view(
         -1, layout.num_layers, 2, layout.num_kv_heads, layout.page_size, layout.head_dim
     )[:, layer]  # [P, 2, K, B, D]
@@ -53,10 +94,10 @@ def rope_kv_write_ref(
         pages = pages.view(torch.uint8)  # torch puts no E4M3 by index
     page, offset = slots // layout.page_size, slots % layout.page_size
     key_scale, value_scale = layout.scales_of(layer)
-    keys = layout.stored(_rotate(k, token_cos, token_sin), key_scale, arena)
+    keys = layout.stored(k, key_scale, arena)
     pages[page, 0, :, offset] = keys.view(pages.dtype)
     pages[page, 1, :, offset] = layout.stored(v, value_scale, arena).view(pages.dtype)
-    return _rotate(q, token_cos, token_sin)
+    return q
 
 
 @jit("layer", "num_tokens")
@@ -85,6 +126,9 @@ def _rope_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -100,37 +144,45 @@ def _rope_kernel(
     live = t < num_tokens
     mask = live[:, None] & (d < HALF)[None, :]
     rows = t.to(tl.int64)
-    place = rows[:, None] * ((H + 2 * K) * D) + head * D + d[None, :]
+    # Pairs lie side by side from here on: scores are sums over a head, whatever its order.
+    first, second = d, d + HALF
+    if WIDTH < D or INTERLEAVED:
+        paired, partner = pair_of(d, D, WIDTH, INTERLEAVED)
+        first = tl.where(head < H + K, paired, first)
+        second = tl.where(head < H + K, partner, second)
+    row = rows[:, None] * ((H + 2 * K) * D) + head * D
+    place, other = row + first[None, :], row + second[None, :]
     low = tl.load(qkv_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(qkv_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(qkv_ptr + other, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALES:
         row_scale = tl.load(row_scale_ptr + rows, mask=live, other=0.0)[:, None]
-        columns = column_scale_ptr + head * D + d
-        low *= row_scale * tl.load(columns, mask=d < HALF, other=0.0)[None, :]
-        high *= row_scale * tl.load(columns + HALF, mask=d < HALF, other=0.0)[None, :]
+        columns = column_scale_ptr + head * D
+        low *= row_scale * tl.load(columns + first, mask=d < HALF, other=0.0)[None, :]
+        high *= row_scale * tl.load(columns + second, mask=d < HALF, other=0.0)[None, :]
     if HAS_DELTA:
         low += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        high += tl.load(delta_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+        high += tl.load(delta_ptr + other, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        own = head * D + d
-        low += tl.load(bias_ptr + own, mask=d < HALF, other=0.0).to(tl.float32)
-        high += tl.load(bias_ptr + own + HALF, mask=d < HALF, other=0.0).to(tl.float32)
+        own = bias_ptr + head * D
+        low += tl.load(own + first, mask=d < HALF, other=0.0).to(tl.float32)
+        high += tl.load(own + second, mask=d < HALF, other=0.0).to(tl.float32)
     if head < H + K:
         if HAS_NORM:
-            weight = norm_ptr + tl.where(head < H, 0, D) + d
+            weight = norm_ptr + tl.where(head < H, 0, D)
             squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
             inverse = tl.rsqrt(squares / D + eps)[:, None]
-            low *= inverse * tl.load(weight, mask=d < HALF, other=0.0).to(tl.float32)
-            high *= inverse * tl.load(weight + HALF, mask=d < HALF, other=0.0).to(tl.float32)
-        position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
-        angle = position[:, None] * D + d[None, :]
-        cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
-        sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
-        rotated = low * cos_low - high * sin_low
-        high = high * cos_high + low * sin_high
-        low = rotated
+            low *= inverse * tl.load(weight + first, mask=d < HALF, other=0.0).to(tl.float32)
+            high *= inverse * tl.load(weight + second, mask=d < HALF, other=0.0).to(tl.float32)
+        if HAS_ROTATION:
+            position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
+            angle = position[:, None] * D + d[None, :]
+            cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+            sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+            cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
+            sin_high = tl.load(sin_ptr + angle + HALF, mask=mask, other=0.0)
+            rotated = low * cos_low - high * sin_low
+            high = high * cos_high + low * sin_high
+            low = rotated
     if head < H:
         out = out_ptr + rows[:, None] * (H * D) + head * D + d[None, :]
         tl.store(out, low.to(out_ptr.dtype.element_ty), mask=mask)
@@ -153,8 +205,8 @@ def _rope_kernel(
 
 def rope_kv_write_triton(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     arena: torch.Tensor,
     layout: PageLayout,
@@ -167,6 +219,7 @@ def rope_kv_write_triton(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     scales: Scales | None = None,
+    pairs: Pairs | None = None,
 ) -> torch.Tensor:
     """Launch the kernel on rows that have q, k and v side by side.
 
@@ -176,8 +229,11 @@ def rope_kv_write_triton(
     delta   like qkv, added to it first
     bias    [(H + 2 K) D], added too
     norm    [2, D]: weights of the RMSNorm (with eps) of each head's q and k before the rotation
+    pairs   None: each dimension turns with the one half a head further; else the heads that are
+            returned and written have the order of `Pairs.order`
     -> [T, H, D]
     """
+    pairs = pairs or Pairs(layout.head_dim, is_interleaved=False)
     num_tokens, dim = qkv.shape[0], layout.head_dim
     out = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     key_scale, value_scale = layout.scales_of(layer)
@@ -187,11 +243,11 @@ def rope_kv_write_triton(
         delta_ptr=qkv if delta is None else delta,
         bias_ptr=qkv if bias is None else bias,
         norm_ptr=qkv if norm is None else norm,
-        row_scale_ptr=cos if scales is None else scales.rows,
-        column_scale_ptr=cos if scales is None else scales.columns,
+        row_scale_ptr=qkv if scales is None else scales.rows,
+        column_scale_ptr=qkv if scales is None else scales.columns,
         out_ptr=out,
-        cos_ptr=cos,
-        sin_ptr=sin,
+        cos_ptr=qkv if cos is None else cos,
+        sin_ptr=qkv if sin is None else sin,
         positions_ptr=positions,
         slots_ptr=slots,
         arena_ptr=layout.kv(arena),
@@ -207,6 +263,9 @@ def rope_kv_write_triton(
         K=layout.num_kv_heads,
         D=dim,
         PAGE=layout.page_size,
+        WIDTH=pairs.width,
+        INTERLEAVED=pairs.is_interleaved,
+        HAS_ROTATION=cos is not None,
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None,
@@ -223,8 +282,8 @@ def rope_kv_write(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     positions: torch.Tensor,
     arena: torch.Tensor,
     layout: PageLayout,

@@ -1,4 +1,7 @@
-"""The gated activation of a Llama MLP, and its fusion with the adapters' gate and up."""
+"""The gated activation of an MLP, and its fusion with the adapters' gate and up.
+
+SiLU is x sigmoid(x); GELU in its tanh form is x sigmoid(z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,31 @@ from kernels.lora.shrink import load_record
 from kernels.lora.table import LoraTable
 
 
-def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
+def silu_mul_ref(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], or gelu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if is_gelu:
+        return functional.gelu(gate, approximate="tanh") * up
     return functional.silu(gate) * up
 
 
 @jit()
+def turned(gate, GELU: tl.constexpr):
+    """Return what the activation's sigmoid is taken of."""
+    if GELU:
+        gate = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate
+
+
+@jit()
 def _silu_mul_kernel(
-    gate_up_ptr, delta_ptr, out_ptr, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr,
+    delta_ptr,
+    out_ptr,
+    width,
+    HAS_DELTA: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +53,7 @@ def _silu_mul_kernel(
         extra = tl.load(delta_ptr + place + width, mask=mask, other=0.0)
         up = (up.to(tl.float32) + extra.to(tl.float32)).to(up.dtype)
     # Round silu before the product, as the reference does.
-    silu = (gate * tl.sigmoid(gate)).to(up.dtype)
+    silu = (gate * tl.sigmoid(turned(gate, GELU))).to(up.dtype)
     tl.store(out_ptr + row * width + columns, silu * up, mask=mask)
 
 
@@ -53,6 +72,7 @@ def _silu_mul_fp8_kernel(
     HAS_SCALES: tl.constexpr,
     WRITES_OUT: tl.constexpr,
     HAS_FIXED: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Run one program per row: a row's scale follows from all of it."""
@@ -70,7 +90,7 @@ def _silu_mul_fp8_kernel(
     if HAS_DELTA:
         gate += tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(delta_ptr + place + width, mask=mask, other=0.0).to(tl.float32)
-    out = (gate * tl.sigmoid(gate)).to(dtype) * up.to(dtype)
+    out = (gate * tl.sigmoid(turned(gate, GELU))).to(dtype) * up.to(dtype)
     if WRITES_OUT:
         tl.store(out_ptr + row * width + columns, out, mask=mask)
     numbers, scale = scale_and_quantize(out.to(tl.float32), fixed_ptr, HAS_FIXED)
@@ -93,6 +113,7 @@ def _lora_silu_mul_kernel(
     width,
     layer,
     HAS_SCALES: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -137,12 +158,14 @@ def _lora_silu_mul_kernel(
             gate *= row_scale * gate_scale[None, :]
             up *= row_scale * up_scale[None, :]
         gate_sum += gate
-        gate = (gate_sum * tl.sigmoid(gate_sum)).to(dtype)
+        gate = (gate_sum * tl.sigmoid(turned(gate_sum, GELU))).to(dtype)
         up = (up_sum + up).to(dtype)
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], gate * up, mask=live & inside)
 
 
-def silu_mul_triton(gate_up: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_triton(
+    gate_up: torch.Tensor, delta: torch.Tensor | None = None, is_gelu: bool = False
+) -> torch.Tensor:
     """gate_up [T, 2I] contiguous -> [T, I]; delta, like gate_up, is added to it first."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -153,6 +176,7 @@ def silu_mul_triton(gate_up: torch.Tensor, delta: torch.Tensor | None = None) ->
         out_ptr=out,
         width=width,
         HAS_DELTA=delta is not None,
+        GELU=is_gelu,
         BLOCK=block,
         num_warps=4,
     )
@@ -166,6 +190,7 @@ def silu_mul_fp8_triton(
     *,
     reader: Fp8Matrix,
     is_plain: bool = False,
+    is_gelu: bool = False,
 ) -> tuple[torch.Tensor | None, Fp8Rows]:
     """silu_mul of gate_up [T, 2I] times `scales`, plus `delta`, quantised for `reader`.
 
@@ -193,6 +218,7 @@ def silu_mul_fp8_triton(
         HAS_SCALES=scales is not None,
         WRITES_OUT=is_plain,
         HAS_FIXED=fixed is not None,
+        GELU=is_gelu,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 32),
     )
@@ -208,6 +234,7 @@ def lora_silu_mul_triton(
     layer: int,
     scales: Scales | None = None,
     *,
+    is_gelu: bool = False,
     num_programs: int = 1056,
     block_n: int = 64,
     num_warps: int = 4,
@@ -240,6 +267,7 @@ def lora_silu_mul_triton(
         width=width,
         layer=layer,
         HAS_SCALES=scales is not None,
+        GELU=is_gelu,
         BLOCK_T=plan.block_t,
         BLOCK_N=block,
         num_warps=num_warps,
@@ -248,6 +276,8 @@ def lora_silu_mul_triton(
     return out
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
-    return silu_mul_triton(gate_up) if use_triton(gate_up) else silu_mul_ref(gate_up)
+def silu_mul(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], or gelu(gate) * up."""
+    if use_triton(gate_up):
+        return silu_mul_triton(gate_up, is_gelu=is_gelu)
+    return silu_mul_ref(gate_up, is_gelu)

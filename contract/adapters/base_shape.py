@@ -6,26 +6,32 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from contract.adapters.families import FUSED, MLP, QKV, O, facts_of
+
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-_QWEN3_HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """The matrices of a Llama-shaped base model that an adapter may change.
+    """The matrices of a base model that an adapter may change.
 
+    head_dim, kv_heads  width of a head, and the number of those of keys and values
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
+    fuses            linears that the base has as one; adapters may name either
     """
 
     num_layers: int
+    head_dim: int
+    kv_heads: int
     linears: Mapping[str, tuple[int, int]]
     hidden: int
     vocab: int
     is_tied: bool
     biased: frozenset[str] = frozenset()
+    fuses: tuple[tuple[str, ...], ...] = ()
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
@@ -35,45 +41,42 @@ class BaseShape:
                 yield f"model.layers.{layer}.{linear}", layer, widths
         yield HEAD, None, (self.hidden, self.vocab)
 
+    def fused(self) -> BaseShape:
+        """Return the shape with the linears that the base has as one under that one's name."""
+        linears: dict[str, tuple[int, int]] = {}
+        for name, widths in self.linears.items():
+            parts = next((parts for parts in self.fuses if name in parts), None)
+            if parts is None:
+                linears[name] = widths
+            else:
+                width_out = sum(self.linears[part][1] for part in parts)
+                linears[FUSED[parts]] = widths[0], width_out
+        return dataclasses.replace(self, linears=linears, biased=self.biased)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BaseShape:
         """Read a Hugging Face config.json. Raises ValueError naming the field that is wrong."""
+        facts = facts_of(config)
         hidden = _size(config, "hidden_size")
         inner = _size(config, "intermediate_size")
         num_heads = _size(config, "num_attention_heads")
-        family = config.get("model_type")
-        # What a config leaves out is what it is to transformers, and so to the engine.
-        default = _QWEN3_HEAD_DIM if family == "qwen3" else hidden // num_heads
-        head_dim = _size(config, "head_dim", default)
-        queries = num_heads * head_dim
-        keys = _size(config, "num_key_value_heads", num_heads) * head_dim
+        kv_heads = _size(config, "num_key_value_heads", num_heads)
+        head_dim = _size(config, "head_dim", facts.head_dim or hidden // num_heads)
+        queries, keys = num_heads * head_dim, kv_heads * head_dim
+        tied = config.get("tie_word_embeddings")
+        widths = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+        widths += [(hidden, inner), (hidden, inner), (inner, hidden)]
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
+            head_dim=head_dim,
+            kv_heads=kv_heads,
             hidden=hidden,
             vocab=_size(config, "vocab_size"),
-            is_tied=bool(config.get("tie_word_embeddings")),
-            biased=_biased(config),
-            linears={
-                "self_attn.q_proj": (hidden, queries),
-                "self_attn.k_proj": (hidden, keys),
-                "self_attn.v_proj": (hidden, keys),
-                "self_attn.o_proj": (queries, hidden),
-                "mlp.gate_proj": (hidden, inner),
-                "mlp.up_proj": (hidden, inner),
-                "mlp.down_proj": (inner, hidden),
-            },
+            is_tied=facts.is_tied if tied is None else bool(tied),
+            biased=facts.biased(config),
+            fuses=facts.fuses,
+            linears=dict(zip((*QKV, *O, *MLP), widths, strict=True)),
         )
-
-
-def _biased(config: Mapping[str, Any]) -> frozenset[str]:
-    names: set[str] = set()
-    if config.get("attention_bias") or config.get("model_type") == "qwen2":
-        names |= {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
-    if config.get("attention_bias"):
-        names.add("self_attn.o_proj")
-    if config.get("mlp_bias"):
-        names |= {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-    return frozenset(names)
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
@@ -88,11 +91,16 @@ def context_length(config: dict[str, Any]) -> int:
     """Return how many tokens, prompt and answer together, a base model reads.
 
     config  its config.json. YaRN stretches its original context by a factor, which configs that
-            were published with it do not multiply out.
+            were published with it do not multiply out; LongRoPE is served within the original one.
     """
     length = int(config.get("max_position_embeddings") or 0)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type", rope.get("type"))
+    original = rope.get("original_max_position_embeddings")
+    if kind in ("longrope", "su"):
+        return int(original or config.get("original_max_position_embeddings") or length)
+    if kind != "yarn":
         return length
-    original = rope.get("original_max_position_embeddings") or length
+    original = original or length
     return max(length, int((rope.get("factor") or 1) * original))

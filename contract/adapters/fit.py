@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from contract.adapters.base_shape import EMBEDDING, HEAD, BaseShape
 from contract.adapters.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
+from contract.adapters.families import FUSED
 from contract.adapters.fit_causes import (
     Faults,
     Shape,
@@ -94,7 +95,13 @@ def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape
     shapes  tensor name -> its shape
     Raises AdapterProblems with everything that does not fit.
     """
+    if base.fuses and any(_is_fused(key) for name in shapes if (key := key_of(name))):
+        base = base.fused()
     return _Fitting(config, shapes, base).result()
+
+
+def _is_fused(key: Key) -> bool:
+    return key[0].endswith(tuple(FUSED.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

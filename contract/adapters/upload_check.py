@@ -89,7 +89,8 @@ def check_adapter(
 
 def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Problem]:
     """Report names in target_modules that the base does not have: PEFT ignores them."""
-    modules = [module for module, _, _ in base.modules()]
+    shapes = (base, base.fused()) if base.fuses else (base,)
+    modules = [module for shape in shapes for module, _, _ in shape.modules()]
     known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
     return [
         Problem(

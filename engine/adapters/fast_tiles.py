@@ -50,7 +50,7 @@ def write_plain(
 
     left = []
     for target in plan.targets:
-        if target.magnitude is not None or target.bias is not None:
+        if target.magnitude is not None or target.bias is not None or target.rows is not None:
             left.append(target)
             continue
         place = target.layer * NUM_PROJECTIONS + target.projection

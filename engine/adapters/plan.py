@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from contract.adapters.base_shape import BaseShape
 from contract.adapters.draft_heads import DraftHead
+from contract.adapters.families import FUSED
 from contract.adapters.fit import AdaptedMatrix, fit_adapter
 from contract.adapters.problems import AdapterProblems
 from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
@@ -61,9 +62,14 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target(AdaptedMatrix):
-    """One adapted matrix, and its tensors in the file."""
+    """One adapted matrix, and its tensors in the file.
+
+    rows  those of B, of the magnitude and of the bias that are its own, where the tensors are those
+          of a matrix that holds several; None: all
+    """
 
     site: Site
+    rows: slice | None = None
 
     @property
     def layer(self) -> int:
@@ -149,7 +155,11 @@ def plan_adapter(
     except AdapterProblems as found:
         raise mismatch(found) from found
     sites = {site.module: site for site in _sites(model)}
-    targets = [_target(sites[module], matrix) for module, matrix in fitted.matrices.items()]
+    targets = [
+        _target(site, matrix, rows)
+        for module, matrix in fitted.matrices.items()
+        for site, rows in _places(module, sites, model)
+    ]
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
     new_embedding, new_head = replacements(fitted)
     return AdapterPlan(
@@ -165,9 +175,27 @@ def plan_adapter(
     )
 
 
-def _target(site: Site, matrix: AdaptedMatrix) -> Target:
+def _places(
+    module: str, sites: Mapping[str, Site], model: ModelConfig
+) -> list[tuple[Site, slice | None]]:
+    """Return the projections that a module is, and each one's rows; None: all."""
+    parts = next((parts for parts, name in FUSED.items() if module.endswith(name)), None)
+    if parts is None:
+        return [(sites[module], None)]
+    found: list[tuple[Site, slice | None]] = []
+    prefix, first = module.removesuffix(FUSED[parts]), 0
+    for part in parts:
+        site = sites[f"{prefix}{part}"]
+        end = first + site.widths(model)[1]
+        found.append((site, slice(first, end)))
+        first = end
+    return found
+
+
+def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
     return Target(
         site=site,
+        rows=rows,
         rank=matrix.rank,
         scaling=matrix.scaling,
         a_name=matrix.a_name,
@@ -189,9 +217,12 @@ def base_shape(model: ModelConfig) -> BaseShape:
     layer = [Site(0, projection) for projection in range(len(PROJECTION_NAMES))]
     return BaseShape(
         num_layers=model.num_layers,
+        head_dim=model.head_dim,
+        kv_heads=model.num_kv_heads,
         linears={site.linear: site.widths(model) for site in layer},
         hidden=model.hidden_size,
         vocab=model.vocab_size,
         is_tied=model.tie_embeddings,
         biased=frozenset(site.linear for site in layer if site.has_bias(model)),
+        fuses=model.fuses,
     )

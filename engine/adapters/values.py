@@ -45,6 +45,8 @@ def applied_values(
     found = {name: tensor(name) for name in target.names}
     for name, value in found.items():
         finite(name, value)
+    if target.rows is not None:
+        found |= {name: found[name][target.rows] for name in target.names if name != target.a_name}
     a, b = found[target.a_name], found[target.b_name]
     gain = shift = None
     if target.bias is not None:

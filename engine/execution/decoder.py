@@ -1,14 +1,15 @@
 """The decoder of all families, over ragged batches, paged KV and tiled adapters.
 
 Tensors are named as in Hugging Face's LlamaForCausalLM and its relatives, which are the oracle. A
-family is Llama plus what its weights hold: biases, a norm of each head's q and k. The model does
-not know of requests, ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what
-the rows' adapters contribute.
+family is Llama but for its plan and what its weights hold. The model does not know of requests,
+ranks or pages: an `Attention` finds the step's KV, an `Adapters` adds what the rows' adapters
+contribute.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional
 
 from engine.execution.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.plan import Plan
+from engine.model.rope import RopeTables
 from engine.model.weights import LayerWeights, Matrix, Weights, dense
 from kernels import (
     LoraBatch,
@@ -71,28 +74,34 @@ class Attention(Protocol):
 class PagedAttention:
     """`Attention` by the kernels.
 
-    rope  cos and sin [M, D] fp32
+    ropes  each layer's tables
     """
 
     def __init__(
         self,
         batch: Batch,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        ropes: Sequence[RopeTables | None],
         arena: torch.Tensor,
         layout: PageLayout,
         config: ModelConfig,
     ) -> None:
-        self._batch, self._rope, self._config = batch, rope, config
+        self._batch, self._ropes, self._config = batch, ropes, config
         self._arena, self._layout = arena, layout
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         batch, layout = self._batch, self._layout
         groups = [self._config.num_heads, layout.num_kv_heads, layout.num_kv_heads]
         q, k, v = torch.split(heads, groups, dim=1)
-        cos, sin = self._rope
+        rope, growth = self._ropes[layer], self._config.plan.growth
+        if rope is not None and rope.pairs is not None:
+            order = rope.pairs.order(layout.head_dim, heads.device)
+            q, k = q[..., order], k[..., order]
+        cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
         q = rope_kv_write(
             q, k, v, cos, sin, batch.positions, self._arena, layout, layer, batch.slots
         )
+        if growth is not None:
+            q = q * growth.factors(batch.positions).to(q.dtype)[:, None, None]
         out = paged_attention(
             q,
             self._arena,
@@ -101,7 +110,7 @@ class PagedAttention:
             batch.query_start,
             batch.context_lens,
             batch.page_tables,
-            layout.head_dim**-0.5,
+            self._config.attention_scale,
             self._config.window(layer),
         )
         return out.reshape(len(heads), -1)
@@ -207,8 +216,21 @@ class Linear:
         return self._weight.to_dense() if self._is_packed else self._weight
 
 
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, plan: Plan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [T, E] -> (the sum's norm, the sum); without a weight, the sum twice."""
+    if weight is not None and residual is not None and not plan.is_centred:
+        return add_rms_norm(x, residual, weight, plan.eps)
+    total = x if residual is None else x + residual
+    if weight is None:
+        return total, total
+    centred = total - total.mean(-1, keepdim=True) if plan.is_centred else total
+    return rms_norm(centred, weight, plan.eps), total
+
+
 class DecoderLayer:
-    """Attention and MLP of one layer, each behind its norm."""
+    """Attention and MLP of one layer, each between its norms."""
 
     def __init__(
         self,
@@ -217,16 +239,16 @@ class DecoderLayer:
         weights: LayerWeights,
         may_pack: bool = True,
         linear: type[Linear] = Linear,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._config, self._index = config, index
-        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        make = functools.partial(linear, may_pack=may_pack, dtype=weights.input_norm.dtype)
+        self._config, self._index, self._weights = config, index, weights
+        make = functools.partial(linear, may_pack=may_pack, dtype=dtype)
         self._qkv = make(weights.qkv, weights.qkv_bias)
         self._o = make(weights.o, weights.o_bias)
         self._gate_up = make(weights.gate_up, weights.gate_up_bias)
         self._down = make(weights.down, weights.down_bias)
-        self._qk_norm: torch.Tensor | None = None  # [H + K, D]
-        if weights.qk_norm is not None:
+        self._qk_norm = weights.qk_norm  # [(H + K) D] of all heads, or [H + K, D]
+        if weights.qk_norm is not None and weights.qk_norm.dim() == 2:
             q_norm, k_norm = weights.qk_norm
             self._qk_norm = torch.cat(
                 (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
@@ -244,32 +266,57 @@ class DecoderLayer:
         adapters: Adapters | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
+        plan, weights = self._config.plan, self._weights
+        x, residual = add_norm(hidden, residual, weights.attention_norm, plan)
+        out = self._attend(x, attention, adapters)
+        if weights.attention_out_norm is not None:
+            out = rms_norm(out, weights.attention_out_norm, plan.eps)
+        if plan.is_parallel:
+            return out + self._mlp(x, adapters), residual
+        x, residual = add_norm(out, residual, weights.mlp_norm, plan)
+        out = self._mlp(x, adapters)
+        if weights.mlp_out_norm is not None:
+            out = rms_norm(out, weights.mlp_out_norm, plan.eps)
+        return out, residual
+
+    def _attend(
+        self, x: torch.Tensor, attention: Attention, adapters: Adapters | None
+    ) -> torch.Tensor:
         config, index = self._config, self._index
-        eps = config.rms_norm_eps
-        if residual is None:
-            residual, x = hidden, rms_norm(hidden, self._input_norm, eps)
-        else:
-            x, residual = add_rms_norm(hidden, residual, self._input_norm, eps)
         qkv = self._qkv(x)
         if adapters is not None:
             adapters.add(x, qkv, index, QKV, self._qkv_offsets)
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         if self._qk_norm is not None:
-            rotary = heads[:, : len(self._qk_norm)]
-            rotary.copy_(rms_norm_ref(rotary, self._qk_norm, eps))
+            self._norm_heads(heads, self._qk_norm)
         attended = attention.attend(heads, index)
         out = self._o(attended)
         if adapters is not None:
             adapters.add(attended, out, index, O, self._o_offsets)
-        x, residual = add_rms_norm(out, residual, self._post_norm, eps)
+        return out
+
+    def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> None:
+        """Norm q and k of heads [T, H + 2 K, D], in place."""
+        config, eps = self._config, self._config.plan.eps
+        rotary = heads[:, : config.num_heads + config.num_kv_heads]
+        if weight.dim() == 2:
+            rotary.copy_(rms_norm_ref(rotary, weight, eps))
+            return
+        parts = torch.split(rotary, [config.num_heads, config.num_kv_heads], dim=1)
+        weights = torch.split(weight, [config.q_size, config.kv_size])
+        for part, own in zip(parts, weights, strict=True):
+            part.copy_(rms_norm_ref(part.flatten(1), own, eps).view(part.shape))
+
+    def _mlp(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
+        index = self._index
         gate_up = self._gate_up(x)
         if adapters is not None:
             adapters.add(x, gate_up, index, GATE_UP, self._gate_up_offsets)
-        inner = silu_mul(gate_up)
+        inner = silu_mul(gate_up, self._config.plan.is_gelu)
         out = self._down(inner)
         if adapters is not None:
             adapters.add(inner, out, index, DOWN, self._down_offsets)
-        return out, residual
+        return out
 
     @property
     def linears(self) -> dict[str, Linear]:
@@ -280,10 +327,10 @@ class Decoder:
     """The whole model: token ids in, logits of the rows that sample out."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._eps = config.rms_norm_eps
+        self._plan = config.plan
         self._embedding, self._norm = weights.embedding, weights.norm
         self._layers = [
-            DecoderLayer(config, i, layer, weights.may_pack)
+            DecoderLayer(config, i, layer, weights.may_pack, dtype=weights.embedding.dtype)
             for i, layer in enumerate(weights.layers)
         ]
         self._lm_head = Linear(weights.lm_head, may_pack=weights.may_pack)
@@ -296,17 +343,18 @@ class Decoder:
         extended = adapters if isinstance(adapters, ExtendedAdapters) else None
         if extended is not None:
             extended.embed(batch.token_ids, hidden)
+        hidden = self._plan.embedded(hidden)
         residual: torch.Tensor | None = None
         for layer in self._layers:
             hidden, residual = layer(hidden, residual, attention, adapters)
         assert residual is not None
         if batch.scores is not None:
             rows = batch.scores.rows
-            x, _ = add_rms_norm(hidden[rows], residual[rows], self._norm, self._eps)
+            x, _ = add_norm(hidden[rows], residual[rows], self._norm, self._plan)
             head = functools.partial(self._logits, extended)
             batch.scores.compute(x, head, len(self._embedding))
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
-        normed, _ = add_rms_norm(hidden, residual, self._norm, self._eps)
+        normed, _ = add_norm(hidden, residual, self._norm, self._plan)
         if batch.states is not None:
             batch.states.x = normed
         return self._logits(extended, normed)
@@ -321,7 +369,7 @@ class Decoder:
         logits = self._lm_head(x)
         if extended is not None:
             extended.head(x, logits, extras)
-        return logits
+        return self._plan.scaled(logits)
 
     def fused(self, layer: int, name: str) -> torch.Tensor:
         """Return a matrix of a layer as `engine.adapters.base_weights.FusedWeights` has it."""
@@ -337,7 +385,7 @@ class Decoder:
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, E] -> the base's logits [N, V]"""
-        return self._lm_head(x)
+        return self._plan.scaled(self._lm_head(x))
 
     def lm_head(self) -> torch.Tensor:
         """[V, E]"""

@@ -2,10 +2,11 @@
 
 Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention, o, norm, gate/up,
 SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
-gate/up and SiLU * mul are one launch. The biases and norms that other families than Llama have
-ride along in these. Adapters add a shrink and an expand beside each of the four matrix products, on
-a stream of their own; whoever reads the product adds the two. Nothing here waits for the device, so
-a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
+gate/up and SiLU * mul are one launch. The biases and the norms of each head that other families
+than Llama have ride along in these; a norm after attention or MLP, a LayerNorm and a norm of all
+heads are launches of their own. Adapters add a shrink and an expand beside each of the four matrix
+products, on a stream of their own; whoever reads the product adds the two. Nothing here waits for
+the device, so a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
 
 Where a matrix is in FP8, whoever writes its input quantises it, and whoever reads the product
 applies the scales; after the attention a launch of its own quantises. Adapters read the input as it
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from engine.execution.gpu_batch import GpuBatch
 from engine.model.config import ModelConfig
-from engine.model.rope import rope_tables
+from engine.model.rope import LayerRopes
 from engine.model.weights import LayerWeights, Matrix, Weights
 from kernels import LoraExtras, PageLayout, Projection
 from kernels.attention_decode import attention_decode_triton
@@ -79,6 +80,18 @@ class _Product(NamedTuple):
     scales: Scales | None = None
 
 
+class _Linear(NamedTuple):
+    """A linear that adds to the residual, and the norm of what it adds; None: there is none."""
+
+    weight: Matrix
+    bias: torch.Tensor | None
+    out_norm: torch.Tensor | None
+
+
+#: A norm's weight, and the matrix that multiplies what is normed; None: there is none.
+_Norm = tuple[torch.Tensor | None, Matrix | None]
+
+
 class GpuModel:
     """Weights, arena and rotation tables; `forward` turns a batch into logits.
 
@@ -99,10 +112,10 @@ class GpuModel:
         self._tiles = layout.tiles(arena)
         self.device = arena.device
         self._linear = linear
-        self._scale = config.head_dim**-0.5
-        self._cos, self._sin = rope_tables(
-            config.head_dim, config.rope_theta, config.rope_scaling, max_positions, self.device
-        )
+        self._plan, self._scale = config.plan, config.attention_scale
+        ropes = LayerRopes(config.head_dim, config.plan.rotations, max_positions, self.device)
+        ropes.extend_to(max_positions)
+        self._ropes = ropes.layers
         self._before: torch.cuda.Stream | None = None
         self._after: torch.cuda.Stream | None = None
         self.recording_stream: torch.cuda.Stream | None = None
@@ -114,36 +127,35 @@ class GpuModel:
 
     def forward(self, batch: GpuBatch) -> torch.Tensor:
         """Compute the logits of the rows to sample; write the new tokens' KV to the arena."""
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights, plan = self.weights, self._plan
+        # After the last attention nobody reads the other rows: 2.6% of a prefill of 32 layers.
+        is_cut = batch.sample_rows is not None and batch.scores is None and not plan.is_parallel
         residual = functional.embedding(batch.token_ids, weights.embedding)
         if batch.extras is not None:
             for arrival in batch.arrivals:
                 arrival.await_layer(0)
             self._embed(residual, batch.token_ids, batch.extras)
-        first = weights.layers[0]
-        normed, _ = norm_triton(residual, first.input_norm, eps, **_readers(batch, first.qkv))
-        following: list[tuple[torch.Tensor, Matrix | None]] = [
-            *((layer.input_norm, layer.qkv) for layer in weights.layers[1:]),
-            (weights.norm, None),
-        ]
+        residual = plan.embedded(residual)
+        before: list[_Norm] = [(layer.attention_norm, layer.qkv) for layer in weights.layers]
+        following = [*before[1:], (weights.norm, None)]
+        normed = self._normed(batch, residual, before[0])
         for index, (layer, after) in enumerate(zip(weights.layers, following, strict=True)):
             for arrival in batch.arrivals:
                 arrival.await_layer(index)
             attended = self._attention(batch, index, layer, normed)
-            is_last = index == len(weights.layers) - 1
-            if is_last and batch.sample_rows is not None and batch.scores is None:
-                # After this point nobody reads the other rows: 2.6% of a prefill of 32 layers.
+            if batch.sample_rows is not None and is_cut and index == len(weights.layers) - 1:
                 attended = Activation(attended.given[batch.sample_rows])
                 residual = residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
                 batch = replace(batch, plan=batch.sample_plan, extras=extras)
-            linear, norm = (layer.o, layer.o_bias), (layer.post_norm, layer.gate_up)
             inner = attended if attended.fp8 else _quantized(attended.given, layer.o)
-            normed, residual = self._residual_linear(
-                batch, index, Projection.O, inner, linear, residual, norm
+            linear = _Linear(layer.o, layer.o_bias, layer.attention_out_norm)
+            between = None if plan.is_parallel else (layer.mlp_norm, layer.gate_up)
+            read, residual = self._residual_linear(
+                batch, index, Projection.O, inner, linear, residual, between
             )
-            inner = self._mlp(batch, index, layer, normed)
-            linear = (layer.down, layer.down_bias)
+            inner = self._mlp(batch, index, layer, normed if plan.is_parallel else read)
+            linear = _Linear(layer.down, layer.down_bias, layer.mlp_out_norm)
             normed, residual = self._residual_linear(
                 batch, index, Projection.DOWN, inner, linear, residual, after
             )
@@ -151,17 +163,17 @@ class GpuModel:
         if batch.scores is not None:
             scored = states[batch.scores.rows]
             batch.scores.compute(scored, self._logits, self.config.vocab_size)
-            if batch.sample_rows is not None:
-                states = states[batch.sample_rows]
-                extras = batch.extras and sampled(batch.extras, batch.sample_rows)
-                batch = replace(batch, extras=extras)
+        if batch.sample_rows is not None and not is_cut:
+            states = states[batch.sample_rows]
+            extras = batch.extras and sampled(batch.extras, batch.sample_rows)
+            batch = replace(batch, extras=extras)
         if batch.kept is not None:
             batch.kept[: len(states)].copy_(states)
         return self._logits(states, batch.extras)
 
     def head_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, E] -> the base's logits [N, V]"""
-        return self._linear(x, self.weights.lm_head)
+        return self._plan.scaled(self._linear(x, self.weights.lm_head))
 
     def _logits(self, x: torch.Tensor, extras: LoraExtras | None) -> torch.Tensor:
         """x [N, E] -> [N, V]; extras: of these rows."""
@@ -171,7 +183,7 @@ class GpuModel:
                 rows, row_adapter = extras.head_rows, extras.row_adapter
                 replace_logits_triton(logits, x, self.arena, rows, row_adapter)
             lora_head(logits, x, self.arena, extras)
-        return logits
+        return self._plan.scaled(logits)
 
     def _embed(self, hidden: torch.Tensor, token_ids: torch.Tensor, extras: LoraExtras) -> None:
         """Change the embeddings [T, E] of the rows whose adapters do, in place."""
@@ -187,10 +199,14 @@ class GpuModel:
         qkv, delta, scales = self._linear_with_lora(
             batch, index, QKV, x, layer.qkv, later=layer.qkv_bias
         )
+        norm, bias, rope = layer.qk_norm, layer.qkv_bias, self._ropes[index]
+        if norm is not None and norm.dim() == 1:
+            qkv = self._norm_all_heads(_Product(qkv, delta, scales), bias, norm)
+            norm = bias = delta = scales = None
         q = rope_kv_write_triton(
             qkv,
-            self._cos,
-            self._sin,
+            None if rope is None else rope.cos,
+            None if rope is None else rope.sin,
             batch.positions,
             self.arena,
             self.layout,
@@ -198,12 +214,32 @@ class GpuModel:
             batch.slots,
             num_heads=self.config.num_heads,
             delta=delta,
-            bias=layer.qkv_bias,
-            norm=layer.qk_norm,
-            eps=self.config.rms_norm_eps,
+            bias=bias,
+            norm=norm,
+            eps=self._plan.eps,
             scales=scales,
+            pairs=None if rope is None else rope.pairs,
         )
+        if self._plan.growth is not None:
+            q *= self._plan.growth.factors(batch.positions).to(q.dtype)[:, None, None]
         return self._attend(batch, index, q, layer.o)
+
+    def _norm_all_heads(
+        self, qkv: _Product, bias: torch.Tensor | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Return q, k and v [T, (H + 2 K) D] with q as one row normed, and k."""
+        total = _total(qkv)
+        if bias is not None:
+            total = total + bias
+        q_size, kv_size = self.config.q_size, self.config.kv_size
+        *both, v = torch.split(total, [q_size, kv_size, kv_size], dim=1)
+        weights = torch.split(weight, [q_size, kv_size])
+        eps = self._plan.eps
+        q, k = (
+            norm_triton(x.contiguous(), own, eps)[0].given
+            for x, own in zip(both, weights, strict=True)
+        )
+        return torch.cat((q, k, v), dim=1)
 
     def _attend(self, batch: GpuBatch, index: int, q: torch.Tensor, reader: Matrix) -> Activation:
         """Attend; decodes alone are quantised on the way, if `reader` is in FP8."""
@@ -252,23 +288,29 @@ class GpuModel:
         index: int,
         projection: Projection,
         x: Activation,
-        linear: tuple[Matrix, torch.Tensor | None],
+        linear: _Linear,
         residual: torch.Tensor,
-        norm: tuple[torch.Tensor, Matrix | None],
+        norm: _Norm | None,
     ) -> tuple[Activation, torch.Tensor]:
         """Return (the sum's norm, the sum) of the residual, x W^T + b and the adapters' part of it.
 
         In a long pass a product that is not in FP8 adds itself to the residual, in place: its
         blocks read that beside their multiplications, and the norm has two tensors less to move.
 
-        norm  its weight, and the matrix that multiplies what is normed; None: the last one
+        norm  None: nobody reads the sum's norm
         """
-        eps, (weight, bias) = self.config.rms_norm_eps, linear
+        eps, (weight, bias, out_norm) = self._plan.eps, linear
         is_long = x.num_rows >= _LONG and bias is None and batch.extras is None
+        is_long = is_long and out_norm is None
         onto = residual if is_long and isinstance(weight, torch.Tensor) else None
-        out, delta, scales = self._linear_with_lora(
-            batch, index, (projection,), x, weight, bias, onto
-        )
+        product = self._linear_with_lora(batch, index, (projection,), x, weight, bias, onto)
+        if out_norm is not None:
+            product = _Product(norm_triton(_total(product), out_norm, eps)[0].given)
+        if norm is None or norm[0] is None or self._plan.is_centred:
+            total = _total(product)
+            total = total if onto is not None else residual + total
+            return Activation(total) if norm is None else self._normed(batch, total, norm), total
+        out, delta, scales = product
         readers = _readers(batch, norm[1])
         if onto is None:
             return norm_triton(
@@ -278,11 +320,21 @@ class GpuModel:
             return norm_triton(delta, norm[0], eps, residual=out, **readers)
         return norm_triton(out, norm[0], eps, **readers)
 
+    def _normed(self, batch: GpuBatch, x: torch.Tensor, norm: _Norm) -> Activation:
+        """Return the norm of x [T, E], for the matrix that multiplies it."""
+        weight, reader = norm
+        if weight is None:
+            return Activation(x) if reader is None else _quantized(x, reader)
+        if self._plan.is_centred:
+            x = x - x.mean(-1, keepdim=True)
+        return norm_triton(x, weight, self._plan.eps, **_readers(batch, reader))[0]
+
     def _mlp(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
         """Return the input of the down projection, [T, I]."""
         table, plan = batch.table, None if batch.is_mlp_plain else batch.plan
         has_more = batch.extras is not None or layer.gate_up_bias is not None
-        weight, may_fuse = layer.gate_up, batch.may_fuse and not has_more
+        is_gelu = self._plan.is_gelu
+        weight, may_fuse = layer.gate_up, batch.may_fuse and not has_more and not is_gelu
         if x.num_rows >= _FUSED and may_fuse and can_fuse(weight, x):
             h = None if plan is None else self._shrink(batch, index, GATE_UP, x.given)
             given = x.fp8 or x.given
@@ -298,7 +350,9 @@ class GpuModel:
             gate_up, scales = self._product(batch, x, weight, layer.gate_up_bias)
             self._join(side)
             self._adjust(batch, index, GATE_UP, gate_up)
-            inner = lora_silu_mul_triton(gate_up, h, self._tiles, table, plan, index, scales)
+            inner = lora_silu_mul_triton(
+                gate_up, h, self._tiles, table, plan, index, scales, is_gelu=is_gelu
+            )
             return _quantized(inner, layer.down)
         gate_up, delta, scales = self._linear_with_lora(
             batch, index, GATE_UP, x, weight, layer.gate_up_bias
@@ -306,12 +360,17 @@ class GpuModel:
         if isinstance(layer.down, Fp8Matrix):
             return Activation(
                 *silu_mul_fp8_triton(
-                    gate_up, delta, scales, reader=layer.down, is_plain=plan is not None
+                    gate_up,
+                    delta,
+                    scales,
+                    reader=layer.down,
+                    is_plain=plan is not None,
+                    is_gelu=is_gelu,
                 )
             )
         if scales is not None:
             apply_scales_triton(gate_up, scales)
-        return Activation(silu_mul_triton(gate_up, delta))
+        return Activation(silu_mul_triton(gate_up, delta, is_gelu))
 
     def _linear_with_lora(
         self,
@@ -375,7 +434,7 @@ class GpuModel:
         if isinstance(weight, Fp8Matrix):
             assert x.fp8 is not None
             product, scales = fp8_product(
-                x.fp8, weight, self.weights.norm.dtype, is_shared=is_shared
+                x.fp8, weight, self.weights.embedding.dtype, is_shared=is_shared
             )
             if bias is None and batch.extras is None:
                 return product, scales
@@ -434,6 +493,14 @@ class GpuModel:
     def _join(self, side: torch.cuda.Stream | None) -> None:
         if side is not None:
             torch.cuda.current_stream(self.device).wait_stream(side)
+
+
+def _total(product: _Product) -> torch.Tensor:
+    """Return a linear's whole output [T, N]."""
+    total = product.base
+    if product.scales is not None:
+        total = apply_scales_triton(total, product.scales)
+    return total if product.delta is None else total + product.delta
 
 
 def _readers(batch: GpuBatch, weight: Matrix | None) -> dict[str, Any]:

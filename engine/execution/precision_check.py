@@ -22,13 +22,12 @@ from torch.nn import functional
 
 from engine.config import EngineConfig
 from engine.execution.batch import Batch
-from engine.execution.decoder import DecoderLayer, Linear, PagedAttention
+from engine.execution.decoder import DecoderLayer, Linear, PagedAttention, add_norm
 from engine.model.config import ModelConfig
 from engine.model.quantization import Int4Scheme
-from engine.model.rope import rope_tables
+from engine.model.rope import LayerRopes
 from engine.model.weights import LINEARS, KvScales, LayerWeights, Matrix, dense
 from engine.stats import Comparison, Precision
-from kernels import add_rms_norm
 from kernels.backend import use_triton
 from kernels.fp8 import Fp8Matrix, apply_scales_triton, fp8_product, quantize_rows_triton
 from kernels.int4 import Int4Matrix, int4_linear
@@ -63,9 +62,8 @@ class PrecisionCheck:
         self._batch = _batch(prompts, config.page_size, config.device)
         device = torch.device(config.device)
         longest = max(map(len, prompts))
-        self._rope = rope_tables(
-            model.head_dim, model.rope_theta, model.rope_scaling, longest, device
-        )
+        self._ropes = LayerRopes(model.head_dim, model.plan.rotations, longest, device)
+        self._ropes.extend_to(longest)
         has_fp8_kv = config.kv_precision == "fp8"
         self._kinds = ["reference", "all", *_KINDS, *(["kv"] if has_fp8_kv else [])]
         self._plain = self._served = self._attention(None, ())
@@ -79,12 +77,13 @@ class PrecisionCheck:
         num_pages = int(self._batch.page_tables.max()) + 1
         shape = num_pages, layout.page_elems
         arena = torch.zeros(shape, dtype=self._dtype, device=self._config.device)
-        return PagedAttention(self._batch, self._rope, arena, layout, self._model)
+        return PagedAttention(self._batch, self._ropes.layers, arena, layout, self._model)
 
     @torch.inference_mode()
     def begin(self, embedding: torch.Tensor, kv_scales: KvScales) -> None:
         self._served = self._attention(self._config.kv_precision, kv_scales)
         hidden = functional.embedding(self._batch.token_ids, embedding)
+        hidden = self._model.plan.embedded(hidden)
         self._states = {kind: (hidden.clone(), None) for kind in self._kinds}
 
     @torch.inference_mode()
@@ -94,7 +93,14 @@ class PrecisionCheck:
         for kind, (hidden, residual) in self._states.items():
             names = LINEARS if kind == "all" else _KINDS.get(kind, ())
             weights = replace(reference, **{name: getattr(after, name) for name in names})
-            layer = DecoderLayer(self._model, self._index, weights, may_pack=False, linear=_Served)
+            layer = DecoderLayer(
+                self._model,
+                self._index,
+                weights,
+                may_pack=False,
+                linear=_Served,
+                dtype=self._dtype,
+            )
             attention = self._served if kind in ("all", "kv") else self._plain
             self._states[kind] = layer(hidden, residual, attention, None)
         self._index += 1
@@ -106,11 +112,11 @@ class PrecisionCheck:
         normed = {}
         for kind, (hidden, residual) in states.items():
             assert residual is not None
-            normed[kind], _ = add_rms_norm(hidden, residual, norm, self._model.rms_norm_eps)
+            normed[kind], _ = add_norm(hidden, residual, norm, self._model.plan)
         reference = normed.pop("reference")
 
         def logits(x: torch.Tensor) -> torch.Tensor:
-            return functional.linear(x, lm_head).float()
+            return self._model.plan.scaled(functional.linear(x, lm_head)).float()
 
         was_quantised = self._model.scheme is not None
         return replace(

@@ -31,7 +31,7 @@ from engine.execution.precision_check import PrecisionCheck, precision_of
 from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
-from engine.model.rope import RopeTables
+from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
@@ -114,9 +114,8 @@ class ModelRunner:
         self.entry_buffers = EntryBuffers(MAX_ENTRIES, self.arena.device)
         self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
-        self._rope = RopeTables(
-            model.head_dim, model.rope_theta, model.rope_scaling, max_positions, self.arena.device
-        )
+        plan = model.plan
+        self._rope = LayerRopes(model.head_dim, plan.rotations, max_positions, self.arena.device)
         if config.is_cpu:
             keep_freed_memory()
         if config.is_cpu and dtype == torch.float32:
@@ -128,12 +127,13 @@ class ModelRunner:
             )
         if config.is_cpu and dtype == torch.float32 and not layout.is_fp8:
             self._cpu_attention = CpuAttention(
-                cos=self._rope.cos,
-                sin=self._rope.sin,
+                ropes=self._rope.layers,
                 arena=self.arena,
                 layout=layout,
                 num_heads=model.num_heads,
-                windows=model.windows,
+                windows=plan.windows,
+                scale=plan.attention_scale,
+                growth=None if plan.growth is None else plan.growth.factors,
             )
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
@@ -201,8 +201,8 @@ class ModelRunner:
     def _attention(self, batch: Batch) -> Attention:
         self._rope.extend_to(int(batch.context_lens.max()))
         if self._cpu_attention is None:
-            tables = (self._rope.cos, self._rope.sin)
-            return PagedAttention(batch, tables, self.arena, self._layout, self._model)
+            ropes = self._rope.layers
+            return PagedAttention(batch, ropes, self.arena, self._layout, self._model)
         return self._cpu_attention.plan(
             positions=batch.positions,
             slots=batch.slots,

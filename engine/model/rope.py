@@ -7,14 +7,15 @@ RoPE: Su et al., RoFormer (arXiv:2104.09864). The arithmetic follows transformer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from engine.errors import UnsupportedModel
 from kernels.huge_pages import lazy_zeros
+from kernels.rope import Pairs
 
 _DEFAULT_THETA = 10_000.0
 # Positions whose rows are computed at a time: some milliseconds, some megabytes.
@@ -106,21 +107,68 @@ class YarnScaling:
         return width * waves / (2 * math.log(theta))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """LongRoPE (arXiv:2402.13753) within its original context: each frequency has a divisor."""
+
+    divisors: tuple[float, ...]
+    attention_factor: float
+    max_positions: int = 0
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        width = 2 * len(inverse)
+        exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+        # 1 / (divisor * x), not (1 / x) / divisor: this rounds as Hugging Face does.
+        return 1.0 / (torch.tensor(self.divisors) * theta**exponents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How q and k turn with their position.
+
+    scaling  None: the frequencies are not scaled
+    share    of a head's dimensions, the first, that turn
+    is_interleaved  each even dimension turns with the next; else with the one half a width further
+    """
+
+    theta: float
+    scaling: RopeScaling | None = None
+    share: float = 1.0
+    is_interleaved: bool = False
+
+    def pairs(self, head_dim: int) -> Pairs | None:
+        """Return which dimensions turn together; None: as in Llama."""
+        width = int(head_dim * self.share)
+        if width == head_dim and not self.is_interleaved:
+            return None
+        return Pairs(width, self.is_interleaved)
+
+
+class QueryGrowth(NamedTuple):
+    """Llama 4's scaling of q: 1 + beta ln(1 + floor(position / original context))."""
+
+    beta: float
+    original: int
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions [T] -> [T] fp32"""
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.original))
+
+
 class RopeTables:
     """Holds cos and sin, each [M, D] fp32 by position; the second half of a row repeats the first.
 
-    `extend_to` fills rows. On a CPU, rows that are not filled yet take no memory.
+    Where a part of a head turns, the other angles are zero. `extend_to` fills rows. On a CPU, rows
+    that are not filled yet take no memory.
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        scaling: RopeScaling | None,
-        max_positions: int,
-        device: torch.device,
+        self, head_dim: int, rotation: Rotation, max_positions: int, device: torch.device
     ) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        theta, scaling = rotation.theta, rotation.scaling
+        self.pairs = rotation.pairs(head_dim)
+        width = head_dim if self.pairs is None else self.pairs.width
+        exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         inverse = 1.0 / (theta**exponents)
         self._inverse = inverse if scaling is None else scaling.scale(inverse, theta)
         self._factor = 1.0 if scaling is None else scaling.attention_factor
@@ -136,58 +184,117 @@ class RopeTables:
         while self._num_filled < num_positions:
             start, end = self._num_filled, min(self._num_filled + _CHUNK, len(self.cos))
             angles = torch.outer(torch.arange(start, end).float(), self._inverse)
-            angles = torch.cat((angles, angles), dim=-1)
-            for table, values in ((self.cos, angles.cos()), (self.sin, angles.sin())):
-                table[start:end] = values if self._factor == 1.0 else values * self._factor
+            for table, values, rest in ((self.cos, angles.cos(), 1), (self.sin, angles.sin(), 0)):
+                values = values if self._factor == 1.0 else values * self._factor
+                rows, half = table[start:end], table.shape[1] // 2
+                for part in (rows[:, :half], rows[:, half:]):
+                    part[:, : angles.shape[1]] = values
+                    part[:, angles.shape[1] :] = rest
             self._num_filled = end
 
 
-def rope_tables(
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None,
-    max_positions: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of `RopeTables` with all rows filled, each [max_positions, D] fp32."""
-    tables = RopeTables(head_dim, theta, scaling, max_positions, device)
-    tables.extend_to(max_positions)
-    return tables.cos, tables.sin
+class LayerRopes:
+    """The tables of each layer, None where nothing turns; layers that turn alike share theirs."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        rotations: Sequence[Rotation | None],
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        made = {
+            rotation: RopeTables(head_dim, rotation, max_positions, device)
+            for rotation in dict.fromkeys(rotations)
+            if rotation is not None
+        }
+        self._made = list(made.values())
+        self.layers = tuple(None if each is None else made[each] for each in rotations)
+
+    def extend_to(self, num_positions: int) -> None:
+        """Fill the rows of the first `num_positions` positions."""
+        for tables in self._made:
+            tables.extend_to(num_positions)
 
 
-def read_rope(
-    fields: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
-    """Return (theta, scaling) of a config.json; raise UnsupportedModel naming the parameter.
+def read_rotation(
+    parameters: object,
+    max_position_embeddings: int,
+    *,
+    theta: object = None,
+    share: float | None = None,
+    is_interleaved: bool = False,
+    grows: bool = False,
+) -> tuple[Rotation, QueryGrowth | None]:
+    """Read a rope dict of config.json; raise UnsupportedModel naming the parameter.
 
-    Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
+    theta   the field `rope_theta`, which counts where the dict has none
+    share   of a head that turns, unless the dict says otherwise; None: it must be all
+    grows   whether the dict may have q's growth
     """
-    new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    if new and old and new != old:
+    given = _Parameters(parameters, rope_theta=theta)
+    base = given.number("rope_theta", _DEFAULT_THETA)
+    if base <= 1:
         raise UnsupportedModel(
-            "config.json: rope_scaling and rope_parameters differ", param="rope_scaling"
-        )
-    given = _Parameters(new or old, rope_theta=fields.get("rope_theta"))
-    theta = given.number("rope_theta", _DEFAULT_THETA)
-    if theta <= 1:
-        raise UnsupportedModel(
-            f"config.json: rope_theta is {theta}, not above 1", param="rope_theta"
+            f"config.json: rope_theta is {base}, not above 1", param="rope_theta"
         )
     old_type = given.take("type", "default")
     rope_type = given.take("rope_type", old_type)
-    if rope_type not in ("default", "linear", "llama3", "yarn"):
+    readers: dict[str, Callable[[_Parameters, int], RopeScaling]] = {
+        "linear": _linear,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+    }
+    if rope_type != "default" and rope_type not in readers:
         raise UnsupportedModel(
             f"config.json: rope_type {rope_type!r} is not supported", param="rope_type"
         )
+    grown = None
+    if grows and (beta := given.optional("llama_4_scaling_beta")):
+        original = given.peek("original_max_position_embeddings", max_position_embeddings)
+        grown = QueryGrowth(beta, original)
+        given.take("max_position_embeddings")
     scaling: RopeScaling | None = None
-    if rope_type == "linear":
-        scaling = LinearScaling(factor=given.number("factor"))
-    elif rope_type == "llama3":
-        scaling = _llama3(given, max_position_embeddings)
-    elif rope_type == "yarn":
-        scaling = _yarn(given, max_position_embeddings)
+    if rope_type in readers:
+        scaling = readers[rope_type](given, max_position_embeddings)
+    if share is not None:
+        share = given.number("partial_rotary_factor", share)
+        if share > 1:
+            raise UnsupportedModel(
+                f"config.json: partial_rotary_factor is {share}, above 1",
+                param="partial_rotary_factor",
+            )
     given.check_all_taken()
-    return theta, scaling
+    rotation = Rotation(
+        theta=base, scaling=scaling, share=share or 1.0, is_interleaved=is_interleaved
+    )
+    return rotation, grown
+
+
+def _linear(given: _Parameters, max_position_embeddings: int) -> LinearScaling:
+    return LinearScaling(factor=given.number("factor"))
+
+
+def _longrope(given: _Parameters, max_position_embeddings: int) -> LongRope:
+    original = given.whole("original_max_position_embeddings", max_position_embeddings)
+    factor = given.number("factor", max_position_embeddings / original)
+    attention_factor = 1.0
+    if factor > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    divisors = given.take("short_factor")
+    given.take("long_factor")  # of contexts longer than the original one, which are refused
+    is_list = isinstance(divisors, list) and all(isinstance(d, int | float) for d in divisors)
+    if not is_list or not all(d > 0 for d in divisors):
+        raise UnsupportedModel(
+            "config.json: rope parameter short_factor is not a list of numbers above zero",
+            param="short_factor",
+        )
+    return LongRope(
+        divisors=tuple(map(float, divisors)),
+        attention_factor=given.number("attention_factor", attention_factor),
+        max_positions=original,
+    )
 
 
 def _llama3(given: _Parameters, max_position_embeddings: int) -> Llama3Scaling:
@@ -249,6 +356,9 @@ class _Parameters:
 
     def take(self, name: str, default: Any = None) -> Any:
         return self._given.pop(name, default)
+
+    def peek(self, name: str, default: Any) -> Any:
+        return self._given.get(name, default)
 
     def optional(self, name: str) -> float | None:
         """Take a finite number that is not negative; None if it is missing."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from contract.adapters.families import FUSED, GATE_UP, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.int4_tensors import read_int4
@@ -48,17 +49,19 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
 class LayerWeights:
     """One decoder layer; matrices are [out, in]."""
 
-    input_norm: torch.Tensor  # [E]
+    attention_norm: torch.Tensor | None  # [E]
     qkv: Matrix  # [(H + 2 K) D, E]
     o: Matrix  # [E, H D]
-    post_norm: torch.Tensor  # [E]
+    mlp_norm: torch.Tensor | None  # [E]
     gate_up: Matrix  # [2 I, E]
     down: Matrix  # [E, I]
     qkv_bias: torch.Tensor | None = None  # [(H + 2 K) D]
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
     down_bias: torch.Tensor | None = None  # [E]
-    qk_norm: torch.Tensor | None = None  # [2, D]: the RMSNorm weights of q, then of k
+    qk_norm: torch.Tensor | None = None  # of q, then of k: [2, D] of a head, or [(H + K) D] of all
+    attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
+    mlp_out_norm: torch.Tensor | None = None  # [E]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +308,7 @@ def build_weights(
     embedding, lm_head = _load_ends(checkpoint, config)
     loaded = (_load_layer(checkpoint, config, index) for index in range(config.num_layers))
     layers = as_served(embedding, loaded, kv_scales, in_fp8=in_fp8, watch=watch)
-    norm = checkpoint.load("model.norm.weight", hidden)
+    norm = _load_norm(checkpoint, config, "model.norm", hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     checkpoint.check_all_taken()
     return Weights(
@@ -364,31 +367,44 @@ def _load_ends(checkpoint: TensorSource, config: ModelConfig) -> tuple[torch.Ten
     return embedding, lm_head
 
 
+def _load_norm(
+    checkpoint: TensorSource, config: ModelConfig, name: str, width: int
+) -> torch.Tensor:
+    """Return a norm's weight; where something is added to it, in fp32, so that nothing is lost."""
+    weight = checkpoint.load(f"{name}.weight", width)
+    offset = config.plan.norm_offset
+    return weight.float() + offset if offset else weight
+
+
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    norms: dict[str, torch.Tensor | None] = {}
+    for place, name in config.plan.norms._asdict().items():
+        norms[f"{place}_norm"] = (
+            None if name is None else _load_norm(checkpoint, config, f"{prefix}.{name}", hidden)
+        )
+
+    def fuse(linears: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
+        names = linears
+        if linears in config.fuses:
+            names, heights = (FUSED[linears],), (sum(heights),)
+        return checkpoint.fuse(tuple(f"{prefix}.{n}.weight" for n in names), heights, width)
+
     return LayerWeights(
-        input_norm=checkpoint.load(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=checkpoint.fuse(
-            tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
-            (config.q_size, config.kv_size, config.kv_size),
-            hidden,
-        ),
-        o=checkpoint.fuse((f"{attention}.o_proj.weight",), (hidden,), config.q_size),
-        post_norm=checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=checkpoint.fuse(
-            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (inner, inner), hidden
-        ),
-        down=checkpoint.fuse((f"{mlp}.down_proj.weight",), (hidden,), inner),
-        **_load_extras(checkpoint, config, attention, mlp),
+        qkv=fuse(QKV, (config.q_size, config.kv_size, config.kv_size), hidden),
+        o=fuse(O, (hidden,), config.q_size),
+        gate_up=fuse(GATE_UP, (inner, inner), hidden),
+        down=fuse(MLP[2:], (hidden,), inner),
+        **norms,
+        **_load_extras(checkpoint, config, f"{prefix}.self_attn", f"{prefix}.mlp"),
     )
 
 
 def _load_extras(
     checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
 ) -> dict[str, torch.Tensor]:
-    """Return the fields of LayerWeights that only some models have."""
+    """Return the biases, and the norms of q and k, which only some models have."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     extras = {}
     if config.qkv_bias:
@@ -401,7 +417,12 @@ def _load_extras(
         biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
         extras["gate_up_bias"] = torch.cat(biases)
         extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
-    if config.qk_norm:
-        norms = [checkpoint.load(f"{attention}.{name}_norm.weight", head) for name in "qk"]
-        extras["qk_norm"] = torch.stack(norms)
+    if config.plan.qk_norm is not None:
+        is_whole = config.plan.qk_norm == "all"
+        widths = (config.q_size, config.kv_size) if is_whole else (head, head)
+        norms = [
+            _load_norm(checkpoint, config, f"{attention}.{name}_norm", width)
+            for name, width in zip("qk", widths, strict=True)
+        ]
+        extras["qk_norm"] = torch.cat(norms) if is_whole else torch.stack(norms)
     return extras

@@ -39,14 +39,18 @@ def bytes_per_element(dtype: torch.dtype) -> int:
 
 def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes that a layer always keeps of a token: inputs of its halves, rank rows."""
-    return dtype.itemsize * (2 * config.hidden_size + 7 * RANK_BLOCK)
+    norms = config.plan.norms
+    outputs = (norms.attention_out is not None) + (norms.mlp_out is not None)
+    return dtype.itemsize * ((2 + outputs) * config.hidden_size + 7 * RANK_BLOCK)
 
 
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the further bytes of a token in a layer that is not computed again."""
     heads, rotated = config.q_size, config.q_size + config.kv_size
     kept = rotated + config.kv_size + heads + 2 * config.intermediate_size
-    return dtype.itemsize * (kept + config.qk_norm * rotated) + 4 * config.num_heads
+    return (
+        dtype.itemsize * (kept + (config.plan.qk_norm is not None) * rotated) + 4 * config.num_heads
+    )
 
 
 def plan_memory(

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from engine.model.config import ModelConfig
-from engine.model.rope import RopeTables
+from engine.model.rope import LayerRopes
 from engine.model.weights import LayerWeights, Weights
 from engine.training.packer import MicroBatch
 from kernels.training import (
@@ -46,12 +46,9 @@ class TrainingModel:
         self.config = config
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
-        self._rope = RopeTables(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            config.max_positions,
-            weights.embedding.device,
+        device = weights.embedding.device
+        self._rope = LayerRopes(
+            config.head_dim, config.plan.rotations, config.max_positions, device
         )
 
     @property
@@ -101,12 +98,12 @@ class TrainingModel:
     ) -> torch.Tensor:
         """Return the LM head's inputs before each answer token [N, E]; forward alone."""
         hidden = self._forward(batch, sites, pools)
-        norm = Norm(self._weights.norm, self.config.rms_norm_eps)
-        return norm.forward(hidden[batch.predicting])
+        return self._norm(self._weights.norm).forward(hidden[batch.predicting])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., E] -> [..., V], differentiable in the states."""
-        return functional.linear(states.to(self.dtype), self._weights.lm_head)
+        logits = functional.linear(states.to(self.dtype), self._weights.lm_head)
+        return self.config.plan.scaled(logits)
 
     def _forward(
         self, batch: MicroBatch, sites: Sequence[Sequence[LoraSite]], pools: Pools
@@ -124,7 +121,12 @@ class TrainingModel:
 
     def _embed(self, batch: MicroBatch) -> torch.Tensor:
         self._rope.extend_to(batch.rows.longest)
-        return functional.embedding(batch.token_ids, self._weights.embedding)
+        hidden = functional.embedding(batch.token_ids, self._weights.embedding)
+        return self.config.plan.embedded(hidden)
+
+    def _norm(self, weight: torch.Tensor | None) -> Norm:
+        plan = self.config.plan
+        return Norm(weight, plan.eps, plan.is_centred)
 
     def _layer(
         self,
@@ -135,12 +137,12 @@ class TrainingModel:
         pools: Pools,
     ) -> torch.Tensor:
         """hidden [T, E] -> [T, E]"""
-        layer, eps = self._weights.layers[index], self.config.rms_norm_eps
+        layer, plan = self._weights.layers[index], self.config.plan
         keep, segments = index >= self.num_recomputed, batch.segments
         qkv, o, gate_up, down = sites
-        hidden = attention_sublayer(
+        attended = attention_sublayer(
             hidden,
-            Norm(layer.input_norm, eps),
+            self._norm(layer.attention_norm),
             LoraWeight(layer.qkv, layer.qkv_bias, qkv),
             LoraWeight(layer.o, layer.o_bias, o),
             self._heads(index, layer),
@@ -148,33 +150,42 @@ class TrainingModel:
             segments,
             batch.rows,
             keep=keep,
+            out_norm=self._norm(layer.attention_out_norm),
         )
-        return mlp_sublayer(
-            hidden,
-            Norm(layer.post_norm, eps),
+        both = mlp_sublayer(
+            hidden if plan.is_parallel else attended,
+            self._norm(layer.attention_norm if plan.is_parallel else layer.mlp_norm),
             LoraWeight(layer.gate_up, layer.gate_up_bias, gate_up),
             LoraWeight(layer.down, layer.down_bias, down),
             pools,
             segments,
             keep=keep,
+            out_norm=self._norm(layer.mlp_out_norm),
+            is_gelu=plan.is_gelu,
         )
+        return attended + both - hidden if plan.is_parallel else both
 
     def _heads(self, index: int, layer: LayerWeights) -> Heads:
-        config = self.config
+        config, rope, growth = self.config, self._rope.layers[index], self.config.plan.growth
         return Heads(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             dim=config.head_dim,
-            cos=self._rope.cos,
-            sin=self._rope.sin,
+            cos=None if rope is None else rope.cos,
+            sin=None if rope is None else rope.sin,
+            pairs=None if rope is None else rope.pairs,
             window=config.window(index),
+            scale=config.attention_scale,
             qk_norm=layer.qk_norm,
-            eps=config.rms_norm_eps,
+            eps=config.plan.eps,
+            growth=None if growth is None else growth.factors,
         )
 
     def _loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self._weights
+        # The head is linear and has no adapter: its factor can be the norm's.
+        norm = self._norm(weights.norm * self.config.plan.logit_scale)
         return answer_loss(
             hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
-            norm=Norm(weights.norm, self.config.rms_norm_eps), reweigh=batch.reweigh,
+            norm=norm, reweigh=batch.reweigh,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import ceil_div, jit, tl, use_triton
+from kernels.silu_mul import silu_mul_ref, turned
 from kernels.training.lora_torch import lora_back_torch, lora_out_torch
 from kernels.training.lora_triton import fit, load_block, load_factor, out_tile
 from kernels.training.pools import LoraSite
@@ -17,7 +18,7 @@ from kernels.training.segments import Segments
 from kernels.training.silu import (
     silu_mul_backward_torch,
     silu_mul_forward,
-    silu_mul_forward_torch,
+    slope_of,
 )
 
 
@@ -35,6 +36,7 @@ def _lora_silu_kernel(
     width,
     R: tl.constexpr,
     ALIGNED: tl.constexpr,
+    GELU: tl.constexpr,
     RANK_STEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -56,7 +58,7 @@ def _lora_silu_kernel(
         n, inside, R, ALIGNED, RANK_STEP, BLOCK_T, BLOCK_N,
     )  # fmt: skip
     up = (up.to(tl.float32) + added.to(tl.float32)).to(gate.dtype)
-    silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
+    silu = (wide * tl.sigmoid(turned(wide, GELU))).to(gate.dtype)
     tl.store(h_ptr + rows[:, None] * width + n[None, :], silu * up, mask=mask)
 
 
@@ -78,6 +80,7 @@ def _lora_silu_back_kernel(
     R: tl.constexpr,
     DOWN_R: tl.constexpr,
     ALIGNED: tl.constexpr,
+    GELU: tl.constexpr,
     RANK_STEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -119,9 +122,10 @@ def _lora_silu_back_kernel(
                 a = tl.load(a_ptrs + start * width, mask=has[:, None] & inside[None, :], other=0.0)
                 product = tl.dot(du, a, product, input_precision="ieee")
         dh += product.to(dtype).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
+    sigmoid = tl.sigmoid(turned(gate, GELU))
     silu = gate * sigmoid
-    tl.store(places, (dh * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), mask=mask)
+    d_gate = dh * up * sigmoid * (1 + gate * (1 - sigmoid) * slope_of(gate, GELU))
+    tl.store(places, d_gate.to(dtype), mask=mask)
     tl.store(places + width, (dh * silu).to(dtype), mask=mask)
     tl.store(dh_places, silu.to(dtype) * up.to(dtype), mask=mask)
 
@@ -132,6 +136,7 @@ def lora_silu_triton(
     values: torch.Tensor,
     site: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
     *,
     block_t: int = 32,
     block_n: int = 64,
@@ -146,8 +151,8 @@ def lora_silu_triton(
             gate_up_ptr=gate_up, h_ptr=h, u_ptr=u, values_ptr=values, b_ptr=site.b,
             rank_ptr=site.rank, scale_ptr=site.scale, blocks_ptr=blocks,
             num_runs=site.rank.shape[1], width=width, R=site.padded_rank, ALIGNED=site.aligned,
-            RANK_STEP=site.rank_step, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=num_warps,
-            num_stages=1,
+            GELU=is_gelu, RANK_STEP=site.rank_step, BLOCK_T=block_t, BLOCK_N=block_n,
+            num_warps=num_warps, num_stages=1,
         )  # fmt: skip
     return h
 
@@ -161,6 +166,7 @@ def lora_silu_backward_triton(
     site: LoraSite,
     down: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
     *,
     block_t: int = 32,
     block_n: int = 128,
@@ -176,8 +182,9 @@ def lora_silu_backward_triton(
             rank_ptr=site.rank, scale_ptr=site.scale, a_ptr=down.a, down_rank_ptr=down.rank,
             blocks_ptr=blocks, num_runs=site.rank.shape[1], width=width,
             R=0 if u is None else site.padded_rank, DOWN_R=0 if du is None else down.padded_rank,
-            ALIGNED=site.aligned and down.aligned and width % 8 == 0, RANK_STEP=site.rank_step,
-            BLOCK_T=block_t, BLOCK_N=block_n, num_warps=num_warps, num_stages=1,
+            ALIGNED=site.aligned and down.aligned and width % 8 == 0, GELU=is_gelu,
+            RANK_STEP=site.rank_step, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=num_warps,
+            num_stages=1,
         )  # fmt: skip
 
 
@@ -187,11 +194,12 @@ def lora_silu_torch(
     values: torch.Tensor,
     site: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """gate_up [T, 2I] of the base, u [T, 2 * padded rank] of its adapters -> h [T, I]."""
     whole = gate_up.clone()
     lora_out_torch(u, values, whole, site, segments)
-    return silu_mul_forward_torch(whole)
+    return silu_mul_ref(whole, is_gelu)
 
 
 def lora_silu_backward_torch(
@@ -203,6 +211,7 @@ def lora_silu_backward_torch(
     site: LoraSite,
     down: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
 ) -> None:
     """Turn gate_up [T, 2I] of the base into its gradient, and dh [T, I] into h, in place.
 
@@ -213,8 +222,8 @@ def lora_silu_backward_torch(
         lora_back_torch(du, values, dh, down, segments)
     if u is not None:
         lora_out_torch(u, values, gate_up, site, segments)
-    gradient = silu_mul_backward_torch(gate_up, dh)
-    dh.copy_(silu_mul_forward_torch(gate_up))
+    gradient = silu_mul_backward_torch(gate_up, dh, is_gelu)
+    dh.copy_(silu_mul_ref(gate_up, is_gelu))
     gate_up.copy_(gradient)
 
 
@@ -224,12 +233,13 @@ def lora_silu(
     values: torch.Tensor,
     site: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """Return the activation of gate_up and its adapters, if any; see `lora_silu_torch`."""
     if u is None:
-        return silu_mul_forward(gate_up)
+        return silu_mul_forward(gate_up, is_gelu)
     which = lora_silu_triton if use_triton(gate_up) else lora_silu_torch
-    return which(gate_up, u, values, site, segments)
+    return which(gate_up, u, values, site, segments, is_gelu)
 
 
 def lora_silu_backward(
@@ -241,7 +251,8 @@ def lora_silu_backward(
     site: LoraSite,
     down: LoraSite,
     segments: Segments,
+    is_gelu: bool = False,
 ) -> None:
     """Gradients in place; see `lora_silu_backward_torch`."""
     which = lora_silu_backward_triton if use_triton(gate_up) else lora_silu_backward_torch
-    which(gate_up, dh, u, du, values, site, down, segments)
+    which(gate_up, dh, u, du, values, site, down, segments, is_gelu)

@@ -19,7 +19,7 @@ def rms_norm_forward_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) ->
     """x [..., D], weight [D] -> like x: rows of unit mean square, times `weight`."""
     wide = widen(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse).to(x.dtype) * weight
+    return ((wide * inverse).to(x.dtype) * weight).to(x.dtype)
 
 
 def rms_norm_backward_torch(
@@ -114,16 +114,34 @@ def rms_norm_backward(
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm that a linear layer computes before its product, instead of keeping the result."""
+    """A norm that a linear layer computes before its product, instead of keeping the result.
 
-    weight: torch.Tensor
+    weight       None: x stays as it is
+    is_centred   each row's mean is taken from it first, as in a LayerNorm
+    """
+
+    weight: torch.Tensor | None
     eps: float
+    is_centred: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm_forward(x, self.weight, self.eps)
+        if self.weight is None:
+            return x
+        return rms_norm_forward(self._centred(x), self.weight, self.eps)
 
-    def backward(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        return rms_norm_backward(x, self.weight, self.eps, dy)
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the gradient of x, plus `added`."""
+        if self.weight is None:
+            return dy if added is None else dy + added
+        if not self.is_centred:
+            return rms_norm_backward(x, self.weight, self.eps, dy, added)
+        dx = self._centred(rms_norm_backward(self._centred(x), self.weight, self.eps, dy))
+        return dx if added is None else dx + added
+
+    def _centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True) if self.is_centred else x
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
+from kernels.rope import Pairs, pair_of
 
 
 def rotate_torch(
@@ -31,6 +32,8 @@ def _rotate_kernel(
     x_stride,
     out_stride,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -44,9 +47,12 @@ def _rotate_kernel(
     rows = t.to(tl.int64)[:, None]
     position = tl.load(positions_ptr + t, mask=live, other=0).to(tl.int64)
     angle = position[:, None] * D + d[None, :]
-    x = x_ptr + rows * x_stride + head * D + d[None, :]
-    low = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    first, second = d, d + HALF
+    if WIDTH < D or INTERLEAVED:
+        first, second = pair_of(d, D, WIDTH, INTERLEAVED)
+    x = x_ptr + rows * x_stride + head * D
+    low = tl.load(x + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x + second[None, :], mask=mask, other=0.0).to(tl.float32)
     cos_low = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     cos_high = tl.load(cos_ptr + angle + HALF, mask=mask, other=0.0)
     sin_low = tl.load(sin_ptr + angle, mask=mask, other=0.0)
@@ -57,9 +63,9 @@ def _rotate_kernel(
     else:
         new_low = low * cos_low - high * sin_low
         new_high = high * cos_high + low * sin_high
-    out = out_ptr + rows * out_stride + head * D + d[None, :]
-    tl.store(out, new_low.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + HALF, new_high.to(out_ptr.dtype.element_ty), mask=mask)
+    out = out_ptr + rows * out_stride + head * D
+    tl.store(out + first[None, :], new_low.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + second[None, :], new_high.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rotate_triton(
@@ -69,6 +75,7 @@ def rotate_triton(
     positions: torch.Tensor,
     back: bool,
     out: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> torch.Tensor:
     """As `rotate_torch`; heads lie side by side, in rows that may be longer.
 
@@ -78,11 +85,13 @@ def rotate_triton(
     out = x.new_empty(x.shape) if out is None else out
     assert x.stride()[1:] == out.stride()[1:] == (dim, 1)
     block_t = min(32, next_power_of_2(num_tokens))
+    pairs = pairs or Pairs(dim, is_interleaved=False)
     if num_tokens:
         _rotate_kernel[(heads, ceil_div(num_tokens, block_t))](
             x_ptr=x, out_ptr=out, cos_ptr=cos, sin_ptr=sin, positions_ptr=positions,
             num_tokens=num_tokens, x_stride=x.stride(0), out_stride=out.stride(0), D=dim,
-            BACK=back, BLOCK_T=block_t, BLOCK_HALF=next_power_of_2(dim // 2), num_warps=4,
+            WIDTH=pairs.width, INTERLEAVED=pairs.is_interleaved, BACK=back,
+            BLOCK_T=block_t, BLOCK_HALF=next_power_of_2(dim // 2), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -94,15 +103,23 @@ def rotate(
     positions: torch.Tensor,
     back: bool,
     out: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> torch.Tensor:
     """x [T, heads, D] -> rotated by the angles of its positions, or back.
 
-    out  written instead of a new tensor; may be x itself
+    out    written instead of a new tensor; may be x itself
+    pairs  None: each dimension turns with the one half a head further
     """
     if use_triton(x):
         x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-        return rotate_triton(x, cos, sin, positions, back, out)
-    rotated = rotate_torch(x, cos, sin, positions, back)
+        return rotate_triton(x, cos, sin, positions, back, out, pairs)
+    if pairs is None:
+        rotated = rotate_torch(x, cos, sin, positions, back)
+    else:
+        order = pairs.order(x.shape[-1], x.device)
+        turned = rotate_torch(x[..., order], cos, sin, positions, back)
+        rotated = torch.empty_like(turned)
+        rotated[..., order] = turned
     return rotated if out is None else out.copy_(rotated)
 
 

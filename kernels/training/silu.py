@@ -1,35 +1,53 @@
-"""The gated activation of a Llama MLP and its gradient, without keeping the product."""
+"""The gated activation of an MLP and its gradient, without keeping the product."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
-from kernels.silu_mul import silu_mul_triton
+from kernels.silu_mul import silu_mul_ref, silu_mul_triton, turned
 from kernels.training.norms import widen
 
-
-def silu_mul_forward_torch(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+# Of z in `kernels.silu_mul`: the factor of x, and that of x^3 to it.
+_GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
-def silu_mul_backward_torch(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def silu_mul_backward_torch(
+    gate_up: torch.Tensor, dy: torch.Tensor, is_gelu: bool = False
+) -> torch.Tensor:
     """Return the gradient of gate_up [T, 2I], from it and the product's gradient [T, I]."""
     gate, up = widen(gate_up).chunk(2, dim=-1)
-    wide, sigmoid = widen(dy), torch.sigmoid(gate)
-    d_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
+    wide, z, slope = widen(dy), gate, torch.ones_like(gate)
+    if is_gelu:
+        z = _GELU * (gate + _CUBE * gate**3)
+        slope = _GELU * (1 + 3 * _CUBE * gate**2)
+    sigmoid = torch.sigmoid(z)
+    d_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid) * slope)
     return torch.cat((d_gate, wide * gate * sigmoid), dim=-1).to(gate_up.dtype)
 
 
 @jit()
+def slope_of(gate, GELU: tl.constexpr):
+    """Return the derivative of `turned`."""
+    if GELU:
+        return 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+    return 1.0
+
+
+@jit()
 def _silu_back_kernel(
-    gate_up_ptr, dy_ptr, out_ptr, product_ptr, width, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr,
+    dy_ptr,
+    out_ptr,
+    product_ptr,
+    width,
+    PRODUCT: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,8 +56,8 @@ def _silu_back_kernel(
     gate = tl.load(gate_up_ptr + place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + place + width, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+    sigmoid = tl.sigmoid(turned(gate, GELU))
+    d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid) * slope_of(gate, GELU))
     dtype = out_ptr.dtype.element_ty
     tl.store(out_ptr + place, d_gate.to(dtype), mask=mask)
     tl.store(out_ptr + place + width, (dy * gate * sigmoid).to(dtype), mask=mask)
@@ -54,6 +72,7 @@ def silu_mul_backward_triton(
     *,
     out: torch.Tensor | None = None,
     product: torch.Tensor | None = None,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """As `silu_mul_backward_torch`; all contiguous.
 
@@ -67,16 +86,16 @@ def silu_mul_backward_triton(
         _silu_back_kernel[(gate_up.shape[0], ceil_div(width, block))](
             gate_up_ptr=gate_up, dy_ptr=dy, out_ptr=out,
             product_ptr=dy if product is None else product, width=width,
-            PRODUCT=product is not None, BLOCK=block, num_warps=4,
+            PRODUCT=product is not None, GELU=is_gelu, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def silu_mul_forward(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I]."""
+def silu_mul_forward(gate_up: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """gate_up [T, 2I], gate first -> silu(gate) * up [T, I], or gelu(gate) * up."""
     if use_triton(gate_up) and gate_up.numel():
-        return silu_mul_triton(gate_up.contiguous())
-    return silu_mul_forward_torch(gate_up)
+        return silu_mul_triton(gate_up.contiguous(), is_gelu=is_gelu)
+    return silu_mul_ref(gate_up, is_gelu)
 
 
 def silu_mul_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ between A and B alone, and computes the rest again in the backward pass, but for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.functional import linear
 
 from kernels.fp8 import Fp8Matrix
 from kernels.int4 import Int4Matrix
+from kernels.rope import Pairs
 from kernels.training.attention import Attended, Options, Three
 from kernels.training.lora import (
     lora_backward_a,
@@ -28,6 +30,9 @@ from kernels.training.norms import Norm, rms_norm_backward, rms_norm_forward
 from kernels.training.pools import LoraSite, Pools
 from kernels.training.rope import rotate
 from kernels.training.segments import Rows, Segments
+
+#: In place of a norm that a model does not have.
+NO_NORM = Norm(None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +63,24 @@ class LoraWeight:
 class Heads:
     """The shape of attention's heads in qkv [T, (H + 2 K) D].
 
-    cos, sin    [M, D] float32 by position, the first half repeated
-    qk_norm     [2, D]: the RMSNorm's weights of every head's q and of its k
+    cos, sin    [M, D] float32 by position, the first half repeated; None: nothing is rotated
+    pairs       which dimensions turn together; None: each with the one half a head further
+    qk_norm     [2, D]: the RMSNorm's weights of every head's q and of its k; [(H + K) D]: those of
+                q as one row, then of k
+    growth      gives q's factors [T] of positions [T]; None: there are none
     """
 
     num_heads: int
     num_kv_heads: int
     dim: int
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    pairs: Pairs | None = None
     window: int | None = None
     scale: float | None = None
     qk_norm: torch.Tensor | None = None
     eps: float = 0.0
+    growth: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def split(self, qkv: torch.Tensor) -> Three:
         """Return views of q [T, H, D], k and v [T, K, D]."""
@@ -82,18 +92,37 @@ class Heads:
         """Return a view of q and k [T, H + K, D]."""
         return qkv.view(len(qkv), -1, self.dim)[:, : self.num_heads + self.num_kv_heads]
 
+    def _norms(self, q: torch.Tensor, k: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (weight, rows of it) of q and of k, views."""
+        assert self.qk_norm is not None
+        if self.qk_norm.dim() == 2:
+            return [(self.qk_norm[0], q), (self.qk_norm[1], k)]
+        weights = torch.split(
+            self.qk_norm, [self.num_heads * self.dim, self.num_kv_heads * self.dim]
+        )
+        return [(w, x.flatten(1)) for w, x in zip(weights, (q, k), strict=True)]
+
+    def _rotate(self, x: torch.Tensor, rows: Rows, back: bool) -> None:
+        if self.cos is not None and self.sin is not None:
+            rotate(x, self.cos, self.sin, rows.positions, back=back, out=x, pairs=self.pairs)
+
+    def _grow(self, q: torch.Tensor, rows: Rows) -> None:
+        if self.growth is not None:
+            q.mul_(self.growth(rows.positions).to(q.dtype)[:, None, None])
+
     def attend(self, qkv: torch.Tensor, rows: Rows) -> Attended:
         """Rotate q and k, in place unless they are normed first, and attend."""
         q, k, v = self.split(qkv)
-        angles = (self.cos, self.sin, rows.positions)
         if self.qk_norm is None:
-            both = self._both(qkv)
-            rotate(both, *angles, back=False, out=both)
+            self._rotate(self._both(qkv), rows, back=False)
         else:
-            q = rms_norm_forward(q, self.qk_norm[0], self.eps)
-            k = rms_norm_forward(k, self.qk_norm[1], self.eps)
+            q, k = (
+                rms_norm_forward(x, weight, self.eps).view(len(qkv), -1, self.dim)
+                for weight, x in self._norms(q, k)
+            )
             for x in (q, k):
-                rotate(x, *angles, back=False, out=x)
+                self._rotate(x, rows, back=False)
+        self._grow(q, rows)
         scale = self.dim**-0.5 if self.scale is None else self.scale
         return Attended(q, k, v, Options(rows, scale, self.window))
 
@@ -104,11 +133,12 @@ class Heads:
         d_qkv = torch.empty_like(qkv)
         parts, inputs = self.split(d_qkv), self.split(qkv)
         attended.backward(dy.view(attended.out.shape), parts)
-        both = self._both(d_qkv)
-        rotate(both, self.cos, self.sin, rows.positions, back=True, out=both)
+        self._grow(parts[0], rows)
+        self._rotate(self._both(d_qkv), rows, back=True)
         if self.qk_norm is not None:
-            for weight, x, part in zip(self.qk_norm, inputs, parts, strict=False):
-                part.copy_(rms_norm_backward(x, weight, self.eps, part))
+            for part, (weight, x) in zip(parts, self._norms(*inputs[:2]), strict=False):
+                d_x = rms_norm_backward(x, weight, self.eps, part.reshape(x.shape))
+                part.copy_(d_x.view(part.shape))
         return d_qkv
 
 
@@ -125,6 +155,7 @@ class _AttentionSublayer(torch.autograd.Function):
         segments: Segments,
         rows: Rows,
         keep: bool,
+        out_norm: Norm,
     ) -> torch.Tensor:
         normed = norm.forward(hidden)
         packed = qkv.times(normed)
@@ -132,18 +163,20 @@ class _AttentionSublayer(torch.autograd.Function):
         attended = heads.attend(packed, rows)
         inner = attended.out.flatten(1)
         y = out.times(inner)
-        out_u = lora_forward(inner, y, pools.values, out.site, segments, hidden)
-        ctx.save_for_backward(hidden, u, out_u)
+        residual = hidden if out_norm.weight is None else None
+        out_u = lora_forward(inner, y, pools.values, out.site, segments, residual)
+        ctx.save_for_backward(hidden, u, out_u, None if residual is not None else y)
         ctx.kept = (packed, attended) if keep else None
-        ctx.parts = (norm, qkv, out, heads, pools, segments, rows)
-        return y
+        ctx.parts = (norm, qkv, out, heads, pools, segments, rows, out_norm)
+        return y if residual is not None else hidden + out_norm.forward(y)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        hidden, u, out_u = ctx.saved_tensors
-        norm, qkv, out, heads, pools, segments, rows = ctx.parts
+        hidden, u, out_u, y = ctx.saved_tensors
+        norm, qkv, out, heads, pools, segments, rows, out_norm = ctx.parts
         kept, ctx.kept = ctx.kept, None
-        dy, normed = dy.contiguous(), norm.forward(hidden)
+        d_out, normed = dy.contiguous(), norm.forward(hidden)
+        dy = d_out if y is None else out_norm.backward(y, d_out)
         if kept is None:
             packed = qkv.times(normed)
             lora_forward(normed, packed, pools.values, qkv.site, segments)
@@ -158,8 +191,8 @@ class _AttentionSublayer(torch.autograd.Function):
         d_normed = qkv.back(d_packed)
         du = lora_backward_b(u, d_packed, pools, qkv.site, segments)
         lora_backward_a(du, normed, d_normed, pools, qkv.site, segments)
-        dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)
-        return dx, None, None, None, None, None, None, None, None
+        dx = norm.backward(hidden, d_normed, d_out)
+        return dx, None, None, None, None, None, None, None, None, None
 
 
 def attention_sublayer(
@@ -173,15 +206,17 @@ def attention_sublayer(
     rows: Rows,
     *,
     keep: bool = True,
+    out_norm: Norm = NO_NORM,
 ) -> torch.Tensor:
     """hidden [T, E] -> hidden + attention of its norm [T, E].
 
     Differentiable in hidden, which must ask for its gradient; see `lora_linear` for the runs'.
 
-    keep  qkv, the attention's output and its log-sum-exp are kept; else computed again
+    keep      qkv, the attention's output and its log-sum-exp are kept; else computed again
+    out_norm  of what is added to hidden
     """
     y: torch.Tensor = _AttentionSublayer.apply(  # type: ignore[no-untyped-call]
-        hidden, norm, qkv, out, heads, pools, segments, rows, keep
+        hidden, norm, qkv, out, heads, pools, segments, rows, keep, out_norm
     )
     return y
 
@@ -197,37 +232,43 @@ class _MlpSublayer(torch.autograd.Function):
         pools: Pools,
         segments: Segments,
         keep: bool,
+        out_norm: Norm,
+        is_gelu: bool,
     ) -> torch.Tensor:
         normed = norm.forward(hidden)
         both = gate_up.times(normed)
         u = lora_shrink(normed, pools.values, gate_up.site, segments)
-        inner = lora_silu(both, u, pools.values, gate_up.site, segments)
+        inner = lora_silu(both, u, pools.values, gate_up.site, segments, is_gelu)
         y = down.times(inner)
-        down_u = lora_forward(inner, y, pools.values, down.site, segments, hidden)
-        ctx.save_for_backward(hidden, u, down_u)
+        residual = hidden if out_norm.weight is None else None
+        down_u = lora_forward(inner, y, pools.values, down.site, segments, residual)
+        ctx.save_for_backward(hidden, u, down_u, None if residual is not None else y)
         ctx.kept = both if keep else None
-        ctx.parts = (norm, gate_up, down, pools, segments)
-        return y
+        ctx.parts = (norm, gate_up, down, pools, segments, out_norm, is_gelu)
+        return y if residual is not None else hidden + out_norm.forward(y)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        hidden, u, down_u = ctx.saved_tensors
-        norm, gate_up, down, pools, segments = ctx.parts
+        hidden, u, down_u, y = ctx.saved_tensors
+        norm, gate_up, down, pools, segments, out_norm, is_gelu = ctx.parts
         both, ctx.kept = ctx.kept, None
-        dy, normed = dy.contiguous(), norm.forward(hidden)
+        d_out, normed = dy.contiguous(), norm.forward(hidden)
+        dy = d_out if y is None else out_norm.backward(y, d_out)
         if both is None:
             both = gate_up.times(normed)
         inner = down.back(dy)
         du = lora_backward_b(down_u, dy, pools, down.site, segments)
         # `both` becomes its own gradient, and `inner`, which is its gradient, itself.
-        lora_silu_backward(both, inner, u, du, pools.values, gate_up.site, down.site, segments)
+        lora_silu_backward(
+            both, inner, u, du, pools.values, gate_up.site, down.site, segments, is_gelu
+        )
         lora_backward_a(du, inner, None, pools, down.site, segments)
         del inner
         d_normed = gate_up.back(both)
         du = lora_backward_b(u, both, pools, gate_up.site, segments)
         lora_backward_a(du, normed, d_normed, pools, gate_up.site, segments)
-        dx = rms_norm_backward(hidden, norm.weight, norm.eps, d_normed, dy)
-        return dx, None, None, None, None, None, None
+        dx = norm.backward(hidden, d_normed, d_out)
+        return dx, None, None, None, None, None, None, None, None
 
 
 def mlp_sublayer(
@@ -239,14 +280,18 @@ def mlp_sublayer(
     segments: Segments,
     *,
     keep: bool = True,
+    out_norm: Norm = NO_NORM,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """hidden [T, E] -> hidden + the gated MLP of its norm [T, E].
 
     Differentiable in hidden, which must ask for its gradient, once; see `lora_linear`.
 
-    keep  the base's gate and up are kept; else computed again
+    keep      the base's gate and up are kept; else computed again
+    out_norm  of what is added to hidden
+    is_gelu   whether the activation is GELU, not SiLU
     """
     y: torch.Tensor = _MlpSublayer.apply(  # type: ignore[no-untyped-call]
-        hidden, norm, gate_up, down, pools, segments, keep
+        hidden, norm, gate_up, down, pools, segments, keep, out_norm, is_gelu
     )
     return y

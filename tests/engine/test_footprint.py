@@ -13,7 +13,7 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.model.config import ModelConfig
-from engine.model.rope import RopeTables, rope_tables
+from engine.model.rope import RopeTables, Rotation
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import save_family
 
@@ -62,12 +62,13 @@ def test_memory_is_taken_as_it_is_used(tmp_path: Path, name: str) -> None:
 
 def test_rows_of_rotation_tables_are_there_when_they_are_asked_for() -> None:
     device = torch.device("cpu")
-    tables = RopeTables(128, 1e4, None, 20_000, device)
+    tables = RopeTables(128, Rotation(theta=1e4), 20_000, device)
     for num_positions in (1, 5000, 4096, 20_000):
         tables.extend_to(num_positions)
-        cos, sin = rope_tables(128, 1e4, None, num_positions, device)
-        assert torch.equal(tables.cos[:num_positions], cos)
-        assert torch.equal(tables.sin[:num_positions], sin)
+        other = RopeTables(128, Rotation(theta=1e4), num_positions, device)
+        other.extend_to(num_positions)
+        assert torch.equal(tables.cos[:num_positions], other.cos)
+        assert torch.equal(tables.sin[:num_positions], other.sin)
 
 
 def test_tables_reach_as_far_as_pages_do(tmp_path: Path) -> None:

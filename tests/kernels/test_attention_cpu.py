@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -61,7 +63,11 @@ def test_equals_the_references(
     }
     other = arena.clone()
     attention = CpuAttention(
-        cos=cos, sin=sin, arena=arena, layout=LAYOUT, num_heads=NUM_HEADS, windows=windows
+        ropes=[SimpleNamespace(cos=cos, sin=sin, pairs=None)] * LAYOUT.num_layers,
+        arena=arena,
+        layout=LAYOUT,
+        num_heads=NUM_HEADS,
+        windows=windows,
     )
     place = {"positions": torch.tensor(positions), "slots": torch.tensor(slots)}
     step = attention.plan(**place, **given)

@@ -23,7 +23,7 @@ from kernels.rms_norm import (
     rms_norm_ref,
     rms_norm_triton,
 )
-from kernels.rope import rope_kv_write_ref, rope_kv_write_triton
+from kernels.rope import Pairs, rope_kv_write_ref, rope_kv_write_triton
 from kernels.sampling import (
     advance_ref,
     advance_triton,
@@ -59,11 +59,14 @@ def test_rms_norm(width: int, dtype: torch.dtype, device: str) -> None:
         assert_near(total, expected[1], dtype)
 
 
-def test_silu_mul(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_silu_mul(is_gelu: bool, dtype: torch.dtype, device: str) -> None:
     gate_up = torch.randn(3, 74, device=device).to(dtype)
-    assert_near(silu_mul_triton(gate_up), silu_mul_ref(gate_up), dtype)
+    expected = silu_mul_ref(gate_up, is_gelu)
+    assert_near(silu_mul_triton(gate_up, is_gelu=is_gelu), expected, dtype)
     delta = torch.randn(3, 74, device=device).to(dtype)
-    assert_near(silu_mul_triton(gate_up, delta), silu_mul_ref(gate_up + delta), dtype)
+    expected = silu_mul_ref(gate_up + delta, is_gelu)
+    assert_near(silu_mul_triton(gate_up, delta, is_gelu), expected, dtype)
 
 
 MIXES = {
@@ -167,8 +170,10 @@ def test_few_tokens_of_many_segments(rows: int, dtype: torch.dtype, device: str)
     assert_near(y, expected, dtype)
 
 
-@pytest.mark.parametrize("mix", ["base only", "ranks", "long segment"])
-def test_lora_silu_mul(mix: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("mix", "is_gelu"), [("base only", False), ("ranks", True), ("long segment", False)]
+)
+def test_lora_silu_mul(mix: str, is_gelu: bool, dtype: torch.dtype, device: str) -> None:
     adapters, segments, num_tokens = _case(mix, {4: (24, 40), 5: (24, 40)}, dtype, device)
     lora = adapters.batch(segments)
     x = torch.randn(num_tokens, 24, device=device).to(dtype)
@@ -178,13 +183,34 @@ def test_lora_silu_mul(mix: str, dtype: torch.dtype, device: str) -> None:
     plan = make_plan(lora, num_tokens, 16)
     h = lora_shrink_triton(x, adapters.arena, lora.table, plan, 1, (4, 5))
     out = lora_silu_mul_triton(
-        gate_up, h, adapters.arena, lora.table, plan, 1, num_programs=5, block_n=32
+        gate_up,
+        h,
+        adapters.arena,
+        lora.table,
+        plan,
+        1,
+        is_gelu=is_gelu,
+        num_programs=5,
+        block_n=32,
     )
 
-    assert_near(out, silu_mul_ref(full), dtype)
+    assert_near(out, silu_mul_ref(full, is_gelu), dtype)
 
 
-@pytest.mark.parametrize("extras", ["", "delta", "bias", "norm", "delta bias norm"])
+@pytest.mark.parametrize(
+    "extras",
+    [
+        "",
+        "delta",
+        "bias",
+        "norm",
+        "delta bias norm",
+        "still",
+        "partial bias",
+        "interleaved delta norm",
+        "partial interleaved bias norm",
+    ],
+)
 @pytest.mark.parametrize("shape", [(4, 2, 32), (3, 3, 24)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 21])
 def test_rope_kv_write(
@@ -200,6 +226,8 @@ def test_rope_kv_write(
     qkv, delta = torch.randn(2, num_tokens, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     bias = torch.randn((heads + 2 * kv_heads) * dim, device=device).to(dtype)
     norm = torch.randn(2, dim, device=device).to(dtype)
+    pairs = Pairs(dim // 2 if "partial" in extras else dim, "interleaved" in extras)
+    cos, sin = (None, None) if "still" in extras else (cos, sin)
     full = qkv.float()
     if "delta" in extras:
         full = full + delta.float()
@@ -221,6 +249,7 @@ def test_rope_kv_write(
         bias=bias if "bias" in extras else None,
         norm=norm if "norm" in extras else None,
         eps=1e-2,
+        pairs=pairs,
     )
 
     live = slots >= 0
@@ -229,6 +258,7 @@ def test_rope_kv_write(
         q, k = (
             rms_norm_ref(x, weight.float(), 1e-2) for x, weight in zip((q, k), norm, strict=True)
         )
+    q, k = (x[..., pairs.order(dim, torch.device(device))] for x in (q, k))
     wide = cache.arena.float()
     expected_q = rope_kv_write_ref(
         q,

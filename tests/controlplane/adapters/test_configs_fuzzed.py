@@ -33,6 +33,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": None},
     "mistral": {"model_type": "mistral"},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": None},
 }
 #: In these the upload is stricter, and in nothing else; docs/memory.md names them.
 STRICTER = (

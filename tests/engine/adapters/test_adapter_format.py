@@ -19,6 +19,8 @@ from engine.adapters.config import check_config, parse_config
 from engine.adapters.plan import parse_header, plan_adapter
 from engine.adapters.tiles import fill_tiles, place_tiles
 from engine.model.config import ModelConfig
+from engine.model.plan import Plan
+from engine.model.rope import Rotation
 from kernels import PageLayout
 from kernels.fp8 import FP8
 from tests.engine.conftest import MakeEngine, edit_config, prompt, request, run
@@ -34,8 +36,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     max_positions=64,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
+    plan=Plan(eps=1e-5, rotations=(Rotation(theta=10_000.0),) * 2),
     tie_embeddings=False,
     eos_token_ids=(),
 )

@@ -18,12 +18,13 @@ from engine.adapters.plan import PROJECTION_NAMES, AdapterPlan, Site, plan_adapt
 from engine.adapters.tiles import TileMap, place_tiles
 from engine.memory.page_pool import PagePool, PageUse
 from engine.model.config import ModelConfig
+from engine.model.plan import Plan
+from engine.model.rope import Rotation
 from kernels import PageLayout
 
 _COMMON: dict[str, Any] = {
     "max_positions": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
+    "plan": Plan(eps=1e-5, rotations=(Rotation(theta=1e4),)),
     "tie_embeddings": False,
     "eos_token_ids": (),
 }

@@ -66,10 +66,10 @@ def make_base() -> LlamaForCausalLM:
 def as_weights(model: LlamaForCausalLM) -> Weights:
     layers = tuple(
         LayerWeights(
-            input_norm=layer.input_layernorm.weight.data,
+            attention_norm=layer.input_layernorm.weight.data,
             qkv=torch.cat([getattr(layer.self_attn, f"{n}_proj").weight.data for n in "qkv"]),
             o=layer.self_attn.o_proj.weight.data,
-            post_norm=layer.post_attention_layernorm.weight.data,
+            mlp_norm=layer.post_attention_layernorm.weight.data,
             gate_up=torch.cat([layer.mlp.gate_proj.weight.data, layer.mlp.up_proj.weight.data]),
             down=layer.mlp.down_proj.weight.data,
         )

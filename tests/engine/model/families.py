@@ -30,6 +30,7 @@ YARN_OPTIONS = {
     "mscale_all_dim": 1.2,
     "truncate": False,
 }
+MIXED = ["sliding_attention", "full_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 9}
 
 # name -> model_type and the fields that differ from COMMON
@@ -55,6 +56,90 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 32, "rope_parameters": {**YARN, "rope_theta": THETA, "attention_factor": 1.7}},
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": False}),
+    "smollm3-sliding": (
+        "smollm3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 5.0,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 21, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0],
+                "long_factor": [2.0] * 6,
+                "partial_rotary_factor": 0.75,
+                "rope_theta": THETA,
+            },
+            "original_max_position_embeddings": 130,
+        },
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 13,
+            "layer_types": MIXED,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": THETA},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+    ),
+    "seed_oss": (
+        "seed_oss",
+        {
+            "head_dim": 24,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "rope_theta": THETA, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 11, "layer_types": MIXED}),
+    "exaone4-full": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "glm4": ("glm4", {"head_dim": 24, "rms_norm_eps": 1e-4}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 11,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": THETA},
+                "sliding_attention": {"rope_type": "default", "rope_theta": THETA},
+            },
+        },
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 11, "layer_types": MIXED, "logit_scale": 0.5}),
+}
+#: Families whose modules have these names in the place of Llama's.
+FUSED = {
+    "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
 }
 COMMON = {
     "vocab_size": 257,
@@ -69,6 +154,13 @@ COMMON = {
     "eos_token_id": 256,
     "pad_token_id": 256,
 }
+
+
+def targets(name: str, linears: list[str]) -> list[str]:
+    """The modules of a family that are these of Llama's."""
+    fused = FUSED.get(FAMILIES[name][0], {})
+    names = {part: module for module, parts in fused.items() for part in parts}
+    return list(dict.fromkeys(names.get(linear, linear) for linear in linears))
 
 
 def save_family(folder: Path, name: str, **changes: Any) -> Path:

@@ -6,6 +6,7 @@ that Hugging Face finds most likely after all before it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig
+from engine.adapters.plan import plan_adapter
+from engine.errors import AdapterMismatch
 from engine.model.config import ModelConfig
 from tests.engine.conftest import (
     LINEARS,
@@ -26,7 +30,7 @@ from tests.engine.conftest import (
     run,
     save_adapter,
 )
-from tests.engine.model.families import FAMILIES, ORIGINAL, save_family
+from tests.engine.model.families import FAMILIES, ORIGINAL, save_family, targets
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
@@ -127,7 +131,12 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
             base = save_family(tmp_path_factory.mktemp("family"), name)
             folder = tmp_path_factory.mktemp("adapters")
             adapters = {
-                adapter: save_adapter(base, folder / adapter, seed, **config)
+                adapter: save_adapter(
+                    base,
+                    folder / adapter,
+                    seed,
+                    **{**config, "target_modules": targets(name, config["target_modules"])},
+                )
                 for seed, (adapter, config) in enumerate(ADAPTERS.items())
             }
             made[name] = FamilyOracle(base, adapters)
@@ -178,6 +187,41 @@ def test_mixed_batch_whole_chunked_and_cached(make_oracle: MakeOracle, name: str
         assert set(check(engine, oracle).values()) == {0}
         assert check(engine, oracle)["0"] == 96
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4"])
+def test_adapters_may_name_fused_linears_apart(
+    make_oracle: MakeOracle, name: str, tmp_path: Path
+) -> None:
+    """As adapters of checkpoints that were rewritten for Llama's modules do."""
+    oracle, apart = make_oracle(name), tmp_path / "apart"
+    apart.mkdir()
+    model = ModelConfig.from_folder(oracle.base)
+    heights = {
+        "qkv_proj": {"q_proj": model.q_size, "k_proj": model.kv_size, "v_proj": model.kv_size},
+        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size),
+    }
+    split: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(oracle.adapters["all"] / "adapter_model.safetensors").items():
+        fused = next((fused for fused in heights if fused in key), None)
+        parts = heights.get(fused or "", {"": len(tensor)})
+        rows = tensor.split(list(parts.values())) if "lora_B" in key else [tensor] * len(parts)
+        for part, own in zip(parts, rows, strict=True):
+            split[key.replace(fused, part) if fused else key] = own.clone()
+    save_file(split, apart / "adapter_model.safetensors")
+    config = json.loads((oracle.adapters["all"] / "adapter_config.json").read_text())
+    config["target_modules"] = LINEARS
+    (apart / "adapter_config.json").write_text(json.dumps(config))
+    engine = make_engine(oracle)
+    engine.register_adapter("apart", apart)
+    tokens = prompt(1, 30)
+    got = run(engine, request("r", tokens, adapter="apart", max_tokens=8, logprobs=20))["r"]
+    engine.close()
+    oracle.check(got, tokens, "all", 8)
+    del split[next(name for name in split if "up_proj.lora_A" in name)]
+    shapes = {key: tuple(tensor.shape) for key, tensor in split.items()}
+    with pytest.raises(AdapterMismatch, match=r"up_proj\.lora_A"):
+        plan_adapter(config, shapes, model)
 
 
 # Where every layer has a window, requests hold less.

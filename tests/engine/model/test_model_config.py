@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from contract.adapters.base_shape import context_length
+from contract.adapters.base_shape import BaseShape, context_length
+from contract.adapters.families import FAMILIES as KNOWN
 from engine import Engine, EngineConfig, UnsupportedModel
+from engine.adapters import plan
 from engine.model.config import ModelConfig
+from engine.model.families import PLANS
 from engine.model.hf_weights import share_model
-from engine.model.rope import rope_tables
+from engine.model.rope import LayerRopes, Rotation
 from engine.model.weights import load_weights
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
@@ -23,6 +27,14 @@ from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPT
 MISTRAL = {**COMMON, "model_type": "mistral", "rms_norm_eps": 1e-5}
 LLAMA = {**COMMON, "model_type": "llama", "rms_norm_eps": 1e-5}
 QWEN = {**COMMON, "model_type": "qwen2", "rms_norm_eps": 1e-5}
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a family of FAMILIES."""
+    model_type, fields = FAMILIES[name]
+    eps = "layer_norm_eps" if model_type == "cohere2" else "rms_norm_eps"
+    return {**COMMON, "model_type": model_type, eps: 1e-5, **fields, **changes}
+
 
 # As their authors published them, less what only names things.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,7 +64,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
             "vocab_size": 32000,
         },
-        {"windows": (4096,) * 32, "rope_theta": 10000.0, "rope_scaling": None},
+        {"windows": (4096,) * 32, "rotations": (Rotation(theta=10000.0),) * 32},
     ),
     "mistral-nemo": (
         {
@@ -88,7 +100,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
             "vocab_size": 151936,
         },
-        {"qk_norm": True, "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
+        {"qk_norm": "head", "qkv_bias": False, "q_size": 2048, "tie_embeddings": True},
     ),
 }  # fmt: skip
 
@@ -97,7 +109,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_published_configs(name: str) -> None:
     fields, expected = PUBLISHED[name]
     config = ModelConfig.from_fields(fields, fields.get("eos_token_id"))
-    assert {key: getattr(config, key) for key in expected} == expected
+    found = {key: getattr(config if hasattr(config, key) else config.plan, key) for key in expected}
+    assert found == expected
     assert context_length(fields) == config.max_positions  # what the worker and the gateway say
 
 
@@ -125,12 +138,13 @@ def test_rope_tables_are_hugging_faces(rope: dict[str, Any], theta: float, head_
     fields = {**COMMON, "head_dim": head_dim, "rope_parameters": {**rope, "rope_theta": theta}}
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **fields))
     config = ModelConfig.from_fields({**LLAMA, **fields}, None)
-    cos, sin = rope_tables(
-        config.head_dim, config.rope_theta, config.rope_scaling, 300, torch.device("cpu")
-    )
+    ropes = LayerRopes(config.head_dim, config.plan.rotations, 300, torch.device("cpu"))
+    ropes.extend_to(300)
+    [tables] = set(ropes.layers)
+    assert tables is not None
     expected = theirs(torch.zeros(1), torch.arange(300)[None])
-    assert torch.equal(cos, expected[0][0])
-    assert torch.equal(sin, expected[1][0])
+    assert torch.equal(tables.cos, expected[0][0])
+    assert torch.equal(tables.sin, expected[1][0])
 
 
 @pytest.mark.parametrize(
@@ -234,6 +248,21 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({**LLAMA, "rope_theta": "1e4"}, "rope_theta"),
         ({**LLAMA, "rope_theta": 1}, "rope_theta"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        (config_of("smollm3", no_rope_layers=[1]), "no_rope_layers"),
+        (config_of("granite", residual_multiplier=0), "residual_multiplier"),
+        (config_of("phi3", rope_parameters=YARN), "rope_type"),
+        (config_of("phi3-longrope", head_dim=32), "short_factor"),
+        (config_of("gemma3", final_logit_softcapping=30.0), "final_logit_softcapping"),
+        (config_of("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (config_of("gemma3", hidden_activation="gelu"), "hidden_activation"),
+        (config_of("gemma3", rope_parameters=YARN), "rope_parameters"),
+        (config_of("ministral3", rope_parameters=YARN), "llama_4_scaling_beta"),
+        (config_of("glm4", partial_rotary_factor=1.5), "partial_rotary_factor"),
+        (config_of("exaone4", sliding_window=0), "sliding_window"),
+        (config_of("cohere2", rotary_pct=0.5), "rotary_pct"),
+        (config_of("cohere2", head_dim=24), "head_dim"),
+        (config_of("cohere2", use_qk_norm=True), "use_qk_norm"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -241,6 +270,21 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedModel) as raised:
         ModelConfig.from_fields(fields, None)
     assert raised.value.param == param
+
+
+def test_every_other_family_of_transformers_is_refused_by_name() -> None:
+    others = sorted(set(CONFIG_MAPPING) - set(PLANS))
+    assert len(others) > 300
+    for name in others:
+        with pytest.raises(UnsupportedModel) as raised:
+            ModelConfig.from_fields({**LLAMA, "model_type": name}, None)
+        assert raised.value.param == "model_type" and repr(name) in str(raised.value)
+        with pytest.raises(ValueError, match="model_type is"):
+            BaseShape.from_config({**LLAMA, "model_type": name})
+
+
+def test_uploads_and_the_engine_know_the_same_families() -> None:
+    assert set(PLANS) == set(KNOWN)
 
 
 def test_qwen3_without_a_head_dim_has_transformers_own() -> None:
@@ -350,7 +394,12 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     config = ModelConfig.from_folder(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert share_model(model).config == config
-    model_type, _ = FAMILIES[name]
-    assert config.qk_norm == (model_type == "qwen3")
-    assert config.qkv_bias == (model_type == "qwen2" or name.endswith("biases"))
-    assert config.o_bias == name.endswith("biases")
+    found = model.state_dict()
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    assert (config.plan.qk_norm is not None) == (f"{attention}.q_norm.weight" in found)
+    assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
+    assert config.o_bias == (f"{attention}.o_proj.bias" in found)
+    assert config.mlp_bias == (f"{mlp}.down_proj.bias" in found)
+    assert plan.base_shape(config) == BaseShape.from_config(
+        json.loads((base / "config.json").read_text())
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from engine.training.run import RunSettings
 from tests.engine.model.families import save_family
 from tests.engine.training.scenes import (
     difference,
@@ -14,11 +17,17 @@ from tests.engine.training.scenes import (
     load,
     make_trainer,
     peft_train,
+    request,
     train,
 )
 
 #: The largest difference of a value of an adapter: sums of the base's products in another order.
 FLOAT32_BOUND = 2e-5
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
+TRAINED = (
+    "llama", "qwen2", "qwen3", "qwen2-sliding", "smollm3", "granite", "olmo2", "gemma3", "seed_oss",
+    "ministral3", "exaone4", "olmo3", "cohere2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -37,13 +46,13 @@ def test_eight_runs_together_give_the_adapters_of_each_alone(
         assert difference(alone.adapter, shared.adapter) < bound
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2-sliding"])
+@pytest.mark.parametrize("family", TRAINED)
 def test_each_run_is_the_one_that_peft_and_the_trainer_make(family: str, tmp_path: Path) -> None:
     folder = save_family(tmp_path / family, family)
     together = train(make_trainer(load(folder)), eight_runs())
     for asked in eight_runs():
         peft, ours = peft_train(folder, asked, tmp_path / "out"), together[asked.run_id]
-        assert ours.losses == pytest.approx(peft.losses, abs=1e-5)
+        assert ours.losses == pytest.approx(peft.losses, abs=FLOAT32_BOUND)
         rates = [each.learning_rate for each in ours.progress]
         assert rates == pytest.approx(peft.rates, rel=1e-9, abs=0)
         norms = [each.grad_norm for each in ours.progress]
@@ -51,6 +60,50 @@ def test_each_run_is_the_one_that_peft_and_the_trainer_make(family: str, tmp_pat
         # A single value of which the gradient is zero but for rounding may move either way.
         for tensor, wanted in peft.adapter.items():
             assert float((ours.adapter[tensor] - wanted).abs().mean()) < 1e-6
+
+
+def test_a_base_with_fused_linears_trains_as_one_with_the_same_weights_apart(
+    tmp_path: Path,
+) -> None:
+    """PEFT has no modules of these names in a Phi-3; its weights are also those of a Llama."""
+    fused = save_family(tmp_path / "phi3", "phi3", sliding_window=None, rope_parameters=None)
+    config = json.loads((fused / "config.json").read_text())
+    tensors = load_file(fused / "model.safetensors")
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "qkv_proj" in name:
+            parts = zip("qkv", tensor.split([64, 32, 32]), strict=True)
+            apart |= {name.replace("qkv_proj", f"{n}_proj"): part.clone() for n, part in parts}
+        elif "gate_up_proj" in name:
+            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            apart |= {name.replace("gate_up", n): part.clone() for n, part in parts}
+        else:
+            apart[name] = tensor
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    known = (
+        "rms_norm_eps", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    )  # fmt: skip
+    fields = {"model_type": "llama", **{name: config[name] for name in known}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(apart, folder / "model.safetensors")
+    ours, theirs = (train(make_trainer(load(base)), eight_runs()[:2]) for base in (fused, folder))
+    for name, result in ours.items():
+        assert result.progress == theirs[name].progress
+        assert difference(result.adapter, theirs[name].adapter) == 0
+
+
+def test_the_attention_of_glm4_trains_as_with_peft(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "glm4", "glm4")
+    asked = request("run", RunSettings(rank=4, steps=4, batch_size=2, target_modules=ATTENTION))
+    [ours], peft = (
+        train(make_trainer(load(folder)), [asked]).values(),
+        peft_train(folder, asked, tmp_path / "out"),
+    )
+    assert ours.losses == pytest.approx(peft.losses, abs=FLOAT32_BOUND)
+    for tensor, wanted in peft.adapter.items():
+        assert float((ours.adapter[tensor] - wanted).abs().mean()) < 1e-6
 
 
 def test_with_one_run_a_pass_the_company_changes_no_bit(tiny: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from kernels.fp8 import Fp8Matrix, quantize_matrix
 from kernels.int4 import Int4Matrix, pack_int4
@@ -80,13 +81,23 @@ def attention_half_ref(
 
 
 def mlp_half_ref(
-    hidden: torch.Tensor, weight: torch.Tensor, batch: Batch, values: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    batch: Batch,
+    values: torch.Tensor,
+    out_norm: torch.Tensor | None,
 ) -> torch.Tensor:
+    """With a norm after it, it is GELU, too."""
     weights, biases, sites = batch.weights, batch.biases, batch.sites
     normed = rms_norm_ref(hidden, weight, 1e-5)
     both = lora_linear_ref(normed, weights[0], biases[0], sites[0], values, batch.segments)
-    inner = silu_mul_ref(both)
-    return hidden + lora_linear_ref(inner, weights[1], biases[1], sites[1], values, batch.segments)
+    if out_norm is None:
+        inner = silu_mul_ref(both)
+    else:
+        gate, up = both.chunk(2, dim=-1)
+        inner = gelu(gate, approximate="tanh") * up
+    out = lora_linear_ref(inner, weights[1], biases[1], sites[1], values, batch.segments)
+    return hidden + (out if out_norm is None else rms_norm_ref(out, out_norm, 1e-5))
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -151,22 +162,29 @@ def check_attention(
 
 
 @pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("is_other", [False, True], ids=["llama", "gemma"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_mlp(mix: str, keep: bool) -> None:
-    check_mlp(mix, keep, torch.float64, "cpu")
+def test_mlp(mix: str, is_other: bool, keep: bool) -> None:
+    check_mlp(mix, keep, torch.float64, "cpu", is_other)
 
 
-def check_mlp(mix: str, keep: bool, dtype: torch.dtype, device: str) -> None:
+def check_mlp(
+    mix: str, keep: bool, dtype: torch.dtype, device: str, is_other: bool = False
+) -> None:
+    """is_other: with GELU, and a norm after it"""
     batch = make(MIXES[mix], MLP, dtype, device)
     hidden = torch.randn(batch.segments.num_tokens, HIDDEN, dtype=torch.float64, device=device)
     hidden = hidden.to(dtype).requires_grad_()
     weight = torch.randn(HIDDEN, device=device).to(dtype)
+    out_norm = torch.randn(HIDDEN, device=device).to(dtype) if is_other else None
     y = mlp_sublayer(
-        hidden, Norm(weight, 1e-5), *parts(batch), batch.pools, batch.segments, keep=keep
-    )
+        hidden, Norm(weight, 1e-5), *parts(batch), batch.pools, batch.segments, keep=keep,
+        out_norm=Norm(out_norm, 1e-5), is_gelu=is_other,
+    )  # fmt: skip
     theirs, wide = in_double(batch), hidden.detach().double().requires_grad_()
     values = theirs.pools.values.requires_grad_()
-    expected = mlp_half_ref(wide, weight.double(), theirs, values)
+    own = None if out_norm is None else out_norm.double()
+    expected = mlp_half_ref(wide, weight.double(), theirs, values, own)
     check(y, hidden, expected, wide, batch, values, dtype)
 
 
@@ -178,7 +196,8 @@ def test_triton_halves(
     """The same halves of Triton kernels."""
     monkeypatch.setattr(lora, "use_triton", lambda _: True)
     monkeypatch.setattr(lora_silu, "use_triton", lambda _: True)
-    check_mlp(mix, keep, dtype, device)
+    for is_other in (False, True):
+        check_mlp(mix, keep, dtype, device, is_other)
     check_attention(mix, None, False, keep, dtype, device)
 
 

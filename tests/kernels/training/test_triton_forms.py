@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.rope import Pairs
+from kernels.silu_mul import silu_mul_ref as silu_mul_whole
 from kernels.training import Pools, RunStep, SiluMul, lora, lora_linear, make_rows, segments
 from kernels.training.adamw import adamw_torch, adamw_triton
 from kernels.training.attention import attention
@@ -23,12 +25,8 @@ from kernels.training.lora_torch import add_b_gradient_torch, lora_down_torch, l
 from kernels.training.lora_triton import lora_back_triton, lora_out_triton
 from kernels.training.norms import rms_norm_backward_torch, rms_norm_backward_triton
 from kernels.training.reference import attention_ref, lora_linear_ref, silu_mul_ref
-from kernels.training.rope import rotate_torch, rotate_triton
-from kernels.training.silu import (
-    silu_mul_backward_torch,
-    silu_mul_backward_triton,
-    silu_mul_forward_torch,
-)
+from kernels.training.rope import rotate, rotate_triton
+from kernels.training.silu import silu_mul_backward_torch, silu_mul_backward_triton
 from tests.kernels.training.cases import MIXES, Batch, make_batch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -197,30 +195,35 @@ def test_rms_norm_backward(width: int, dtype: torch.dtype, device: str) -> None:
         assert_near(out, expected, dtype)
 
 
-def test_silu_mul_backward(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_silu_mul_backward(is_gelu: bool, dtype: torch.dtype, device: str) -> None:
     gate_up = torch.randn(3, 74, device=device).to(dtype)
     dy = torch.randn(3, 37, device=device).to(dtype)
-    expected = silu_mul_backward_torch(gate_up.float(), dy.float())
-    product = silu_mul_forward_torch(gate_up.float())
-    assert_near(silu_mul_backward_triton(gate_up, dy), expected, dtype)
+    expected = silu_mul_backward_torch(gate_up.float(), dy.float(), is_gelu)
+    product = silu_mul_whole(gate_up.float(), is_gelu)
+    assert_near(silu_mul_backward_triton(gate_up, dy, is_gelu=is_gelu), expected, dtype)
     # In place of what it reads.
-    assert silu_mul_backward_triton(gate_up, dy, out=gate_up, product=dy) is gate_up
+    assert (
+        silu_mul_backward_triton(gate_up, dy, out=gate_up, product=dy, is_gelu=is_gelu) is gate_up
+    )
     assert_near(gate_up, expected, dtype)
     assert_near(dy, product, dtype)
 
 
+@pytest.mark.parametrize("pairs", [None, Pairs(4, is_interleaved=False), Pairs(4, True)])
 @pytest.mark.parametrize("dim", [8, 12])
-def test_rotate(dim: int, dtype: torch.dtype, device: str) -> None:
+def test_rotate(dim: int, pairs: Pairs | None, dtype: torch.dtype, device: str) -> None:
     rows = make_rows([5, 1, 37], device)
     angles = torch.randn(37, dim // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
     packed = torch.randn(43, 5, dim, device=device).to(dtype)
     x = packed[:, 1:4]
     for back in (False, True):
-        expected = rotate_torch(x.float(), cos, sin, rows.positions, back)
-        assert_near(rotate_triton(x, cos, sin, rows.positions, back), expected, dtype)
+        expected = rotate(x.float(), cos, sin, rows.positions, back, pairs=pairs)
+        got = rotate_triton(x, cos, sin, rows.positions, back, pairs=pairs)
+        assert_near(got, expected, dtype)
     others = packed[:, [0, 4]].clone()
-    assert rotate_triton(x, cos, sin, rows.positions, True, out=x) is x
+    assert rotate_triton(x, cos, sin, rows.positions, True, out=x, pairs=pairs) is x
     assert_near(x, expected, dtype)
     assert torch.equal(packed[:, [0, 4]], others)
 
