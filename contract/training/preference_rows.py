@@ -159,7 +159,8 @@ def _texts(row: Mapping[str, Any]) -> Row:
         except WrongRow as wrong:
             place, problem = wrong.args
             raise WrongRow(name if place == "completion" else place, problem) from None
-    return _pair(*read, "rejected")
+    chosen, rejected = read
+    return _pair(chosen, rejected, "rejected")
 
 
 def _check_beside(row: Mapping[str, Any], known: Sequence[str]) -> None:

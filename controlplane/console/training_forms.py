@@ -30,7 +30,8 @@ class DatasetForm(forms.Form):
         label="JSONL file",
         help_text='One chat per line: {"messages": [{"role": "user", "content": "…"}, …]}. Rows of '
         "ShareGPT, Alpaca, Vertex AI, Anthropic, TRL and others are converted, unless something "
-        "would be lost. Of more than 32 MiB: lorikeet datasets upload.",
+        "would be lost. Or a pair of answers per line, for DPO. Of more than 32 MiB: "
+        "lorikeet datasets upload.",
         widget=forms.FileInput(attrs={"accept": ".jsonl,.json,application/jsonl"}),
     )
     append = forms.BooleanField(

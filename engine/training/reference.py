@@ -30,7 +30,7 @@ class Reference:
         self.trained = Pairs(settings.beta, _zeros(request.rows))
         self.held_out: Pairs | None = None
         taken = settings.steps * settings.rows_per_step
-        examples = range(len(request.rows) // 2)
+        examples: Sequence[int] = range(len(request.rows) // 2)
         if taken < len(examples):
             examples = sorted(order.epoch(0)[:taken])
         rows = [2 * example + place for example in examples for place in range(2)]

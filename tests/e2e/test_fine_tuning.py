@@ -144,18 +144,22 @@ def test_a_job_from_the_file_to_the_answer(trainer: System, tmp_path: Path) -> N
     assert "support" not in [row["adapter"] for row in training_usage(system, "globex")]
 
 
-@pytest.mark.timeout(600)
-def test_a_job_of_preferences_becomes_a_version(trainer: System) -> None:
-    pairs = [
+PAIRS = "".join(
+    json.dumps(
         {
             "input": {"messages": [{"role": "user", "content": f"Hello {number}"}]},
             "preferred_output": [{"role": "assistant", "content": "Good day."}],
             "non_preferred_output": [{"role": "assistant", "content": "Hi!"}],
         }
-        for number in range(4)
-    ]
-    client = trainer.client()
-    rows = "".join(f"{json.dumps(pair)}\n" for pair in pairs).encode()
+    )
+    + "\n"
+    for number in range(4)
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_job_of_preferences_becomes_a_version(trainer: System) -> None:
+    client, rows = trainer.client(), PAIRS.encode()
     job = client.fine_tuning.jobs.create(
         model=trainer.base_model,
         training_file=client.files.create(file=("pairs.jsonl", rows), purpose="fine-tune").id,
@@ -181,6 +185,22 @@ def test_a_job_of_preferences_becomes_a_version(trainer: System) -> None:
     assert "reward_margin" in client.files.content(done.result_files[0]).text
     hello: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     assert client.chat.completions.create(model="polite@1", **hello).model
+
+
+@pytest.mark.timeout(600)
+def test_a_job_of_preferences_of_openais_is_made_again(trainer: System, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(PAIRS)
+    method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 2}}}
+    job = {"id": "ftjob-pairs", "model": "gpt-4o-2024-08-06", "suffix": "moved", "method": method}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    key = trainer.tenants["acme"].api_key
+    cli = Cli(tmp_path, {"LORIKEET_URL": trainer.base_url, "LORIKEET_API_KEY": key})
+    argv = ["import-openai", "job.json", "--training-file=pairs.jsonl", "--set=max_steps=1"]
+    done = cli.run(*argv, f"--base-model={trainer.base_model}", "--output=json")
+    assert done.code == 0, done.err
+    made = json.loads(done.out)["job"]
+    assert (made["fine_tuned_model"], made["method"]["type"]) == ("moved@1", "dpo")
+    assert made["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
 
 
 def check_imported(system: System, folder: Path, printed: str) -> None:

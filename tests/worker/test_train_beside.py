@@ -31,6 +31,8 @@ from tests.trainers import train_in_float32
 from tests.worker.test_train_many import write_jobs
 from tests.worker.test_train_many_join import Orders, is_step, train, write
 from tests.worker.training.job_runs import adapter_of, train_here
+from tests.worker.training.test_preferences import job as pairs_job
+from tests.worker.training.test_preferences import pair
 from worker.config import ConfigError, TrainingConfig, WorkerConfig
 from worker.engine_process.channel import StepReport
 from worker.engine_process.process import EngineProcess, make_host
@@ -228,6 +230,11 @@ def test_when_the_hours_end_runs_are_saved_and_go_on_in_the_next(
     wanted = write_jobs(here, tiny_base, max_steps=40, validation_share=0.4)
     train_here(tmp_path / "own", list(wanted.values()), budget=256)
     jobs = write_jobs(there, tiny_base, max_steps=40, validation_share=0.4)
+    preferences = {"method": "dpo", "max_steps": 40, "validation_share": 0.4}
+    for folder, made in ((here, wanted), (there, jobs)):
+        rows = [pair(number) for number in range(12)]
+        made["pairs"] = pairs_job(folder / "pairs", tiny_base, rows, **preferences)
+    train_here(tmp_path / "own", [wanted["pairs"]], budget=256)
     worker.is_open = False
     results: list[Any] = []
     training = threading.Thread(

@@ -81,6 +81,32 @@ def test_a_report_is_pending_until_the_inspector_has_counted(
     assert client.get(f"{DATASETS}/chats/report").json()["status"] == "pending"
 
 
+def test_both_answers_of_pairs_are_counted(
+    acme: Party, tiny_base: BaseModel, base_models_dir: Path
+) -> None:
+    def pair(worse: str) -> bytes:
+        asked = {"role": "user", "content": "hello"}
+        answers = [[{"role": "assistant", "content": text}] for text in ("world", worse)]
+        made = {"prompt": [asked], "chosen": answers[0], "rejected": answers[1]}
+        return json.dumps(made).encode() + b"\n"
+
+    client = as_key(acme)
+    content = pair("how are you?") + pair("12") + pair("12")
+    assert client.generic("POST", f"{DATASETS}?name=pairs", content).status_code == 201
+    tasks.dataset_report("")
+    report = client.get(f"{DATASETS}/pairs/report").json()
+    assert (report["status"], report["num_rows"]) == ("ready", 3)
+    assert report["duplicates"] == {"count": 1, "lines": [[3, 2]]}
+    codec = TextCodec(base_models_dir / TINY_NAME)
+    before = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    lengths = [
+        len(codec.encode(f"{before}{text}<|im_end|>", add_special_tokens=False))
+        for text in ("world", "how are you?", "world", "12", "world", "12")
+    ]
+    base = report["bases"][TINY_NAME]
+    assert (base["tokens"], base["max"]) == (sum(lengths), max(lengths))
+
+
 def test_arguments_of_calls_are_findings(acme: Party, tiny_base: BaseModel) -> None:
     def calling(arguments: str, **message: Any) -> dict[str, Any]:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}

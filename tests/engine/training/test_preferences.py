@@ -57,7 +57,8 @@ def dpo_by_the_formulas(
     folder: Path, asked: RunRequest
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """TRL's DPOTrainer, `loss_type="sigmoid"`: one row at a time, by autograd; and the adapter."""
-    settings, rows = asked.settings, asked.rows
+    settings, rows, beta = asked.settings, asked.rows, asked.settings.beta
+    assert beta is not None
     model = peft_model(folder, settings)
     named = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
     for name, tensor in (asked.adapter or {}).items():
@@ -67,7 +68,8 @@ def dpo_by_the_formulas(
         own = slice(rows.starts[row], rows.starts[row + 1])
         tokens, marks = rows.token_ids[own].long(), rows.is_answer[own]
         log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        return log_probs.gather(1, tokens[1:, None])[:, 0][marks[1:]].sum()
+        of_tokens: torch.Tensor = log_probs.gather(1, tokens[1:, None])[:, 0]
+        return of_tokens[marks[1:]].sum()
 
     with torch.no_grad():
         reference = [log_probability(row) for row in range(len(rows))]
@@ -84,7 +86,7 @@ def dpo_by_the_formulas(
                     for k in (0, 1)
                 ]
             ).view(-1, 2)
-            * settings.beta
+            * beta
         )
         margins = rewards[:, 0] - rewards[:, 1]
         loss = -functional.logsigmoid(margins).mean()
@@ -92,7 +94,7 @@ def dpo_by_the_formulas(
         told.append({"loss": float(loss), **dict(zip(FIGURES, map(float, means), strict=True))})
         optimizer.param_groups[0]["lr"] = learning_rate(settings, step)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(named.values(), settings.max_grad_norm)
         optimizer.step()
     return told, {name: tensor.detach() for name, tensor in named.items()}
@@ -163,7 +165,8 @@ def test_a_run_resumes_from_its_state_to_the_bit(tiny: Path, micro_batches: int)
         note(results, first.step())
     saved = first.checkpoint(asked.run_id)
     assert saved is not None and (saved.step > 0) == (micro_batches > 8)
-    second, after = make_trainer(load(tiny)), {}
+    second = make_trainer(load(tiny))
+    after: dict[str, Result] = {}
     second.add(asked, saved)
     while second.has_work:
         note(after, second.step())

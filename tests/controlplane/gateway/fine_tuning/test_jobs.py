@@ -382,8 +382,8 @@ def test_a_job_of_preferences(site: Site) -> None:
         ("training_file", upload(site), None, {"method": method}),
         ("validation_file", file, upload(site), {"method": method}),
     ):
-        files = {"training_file": one} | ({"validation_file": other} if other else {})
-        error = refused(site, **files, **body)
+        asked: dict[str, Any] = {"training_file": one, "validation_file": other, **body}
+        error = refused(site, **asked)
         assert (error["param"], error["code"]) == (field, "rows_of_another_method")
     wrong = PAIRS.splitlines(keepends=True)[0].replace(b"preferred_output", b"preferred", 1)
     with pytest.raises(openai.BadRequestError, match="line 1: preferred is not a known key"):
