@@ -83,7 +83,8 @@ _QWEN3 = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
     "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
-    " if '</think>' in m.content else '' %}<|im_start|>assistant\n"
+    " if '</think>' in m.content else '' %}{% if m.reasoning_content is string %}"
+    "{% set said, thought = m.content, m.reasoning_content %}{% endif %}<|im_start|>assistant\n"
     "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n"
     "{% endif %}{{ said }}" + _CALLS + "<|im_end|>\n"
     "{% elif m.role == 'tool' %}" + _RESULTS + "{% elif m.role == 'user' or not loop.first %}"
@@ -108,7 +109,7 @@ TEMPLATES = {
 
 def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path:
     """Write the files of a base model that text needs."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     source, begin, end = TEMPLATES[template]
     tokenizer = Tokenizer(models.BPE())
@@ -123,6 +124,9 @@ def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path
             show_progress=False,
         ),
     )
+    if template == "qwen3":
+        marks = ("<think>", "</think>")
+        tokenizer.add_tokens([AddedToken(each, special=False) for each in marks])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": source, "bos_token": begin, "eos_token": end}

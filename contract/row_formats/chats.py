@@ -28,6 +28,7 @@ ROLES = {
     **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
+_KEPT = (*SWITCHES, "name", "refusal", "reasoning_content", "tool_call_id")
 _TEXTS = ("text", "input_text", "output_text")
 
 
@@ -97,7 +98,7 @@ def _messages(where: str, turn: Any) -> tuple[str, list[dict[str, Any]]]:
     content = fields.take("content", "value", "parts")
     content = [content] if is_gemini and isinstance(content, dict) else content
     calls = _calls(fields)
-    kept = fields.take_all(*SWITCHES, "name", "refusal", "tool_call_id") | fields.rest()
+    kept = fields.take_all(*_KEPT) | fields.rest()
     if role == "call":
         content, calls = None, calls + _calls_of_text(where, content)
     blocks = _Blocks(where)

@@ -77,9 +77,7 @@ PREFERENCE = (
     "and `non_preferred_output`"
 )
 _NO_TEXT = "is not text, and the models read only text: remove such rows"
-_THOUGHTS = (
-    "would not be learned: write it into `content`, as the model writes thoughts (<think>…</think>)"
-)
+_THOUGHTS = "would not be learned: write it as `reasoning_content`, a string beside the content"
 UNKNOWN = (
     "is not a known key, and may change what is learned: if it does not, move it into `metadata`"
 )

@@ -58,6 +58,7 @@ class Hyperparameters:
     # tokens of a row; a longer one is an error unless `truncate`
     max_length: Annotated[int, Range(8, 32_768)] = 512
     truncate: bool = False  # cut longer rows
+    skip_thoughts: bool = False  # thoughts are only context, and not learned
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     validation_share: Annotated[float, Range(0, 0.5)] = 0.0  # share of the prompts
     # between two validations; None: ten in all

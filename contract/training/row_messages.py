@@ -187,15 +187,27 @@ def _message(field: str, message: Any, calls: _Calls) -> tuple[dict[str, Any], b
     if role == "assistant" and not called and not content.strip():
         raise WrongRow(f"{field}.content", f"must not be empty: {_LEARNED}")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    if thought := _thought(f"{field}.reasoning_content", role, message):
+        read["reasoning_content"] = thought
     if called:
         read["tool_calls"] = _calls(f"{field}.tool_calls", called, calls, is_learned=is_learned)
-    own = {"assistant": ("refusal",), "tool": ("tool_call_id",)}.get(role, ())
+    own = {"assistant": ("refusal", "reasoning_content"), "tool": ("tool_call_id",)}.get(role, ())
     _check_keys(field, message, (*_MESSAGE_KEYS, *own))
     if role == "tool":
         read |= _answered(field, message, calls)
     elif type(message.get("name")) not in (type(None), str):
         raise WrongRow(f"{field}.name", "must be a string")
     return read, is_learned
+
+
+def _thought(field: str, role: str, message: dict[str, Any]) -> str:
+    """Return the thought before an answer; "" if there is none."""
+    thought = message.get("reasoning_content") or ""
+    if not isinstance(thought, str):
+        raise WrongRow(field, "must be a string")
+    if thought and role != "assistant":
+        raise WrongRow(field, "is allowed only in the assistant's messages")
+    return thought
 
 
 def _answered(field: str, message: dict[str, Any], calls: _Calls) -> dict[str, str]:

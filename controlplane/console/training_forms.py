@@ -95,6 +95,11 @@ class TrainForm(forms.Form):
     draft_heads = _number(
         "draft_heads", "Draft heads", "Guess tokens ahead, for faster answers. Empty: none."
     )
+    skip_thoughts = forms.BooleanField(
+        label="Do not learn thoughts",
+        required=False,
+        help_text="What stands in reasoning_content is then only context.",
+    )
     gradient_checkpointing = forms.BooleanField(
         label="Recompute activations",
         required=False,

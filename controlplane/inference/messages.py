@@ -107,12 +107,16 @@ class Message(Replayed):
         # Templates of open models have no developer role; OpenAI's models treat both alike.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
+        if (
+            self.role == "assistant"
+            and self.reasoning_content
+            and isinstance(self.reasoning_content, str)
+        ):
+            message["reasoning_content"] = self.reasoning_content  # templates keep what they need
         if self.name is not None:
             message["name"] = self.name  # for templates that tell speakers apart
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if self.role == "assistant" and isinstance(self.reasoning_content, str):
-            message["reasoning_content"] = self.reasoning_content  # templates keep what they need
         return message

@@ -29,7 +29,8 @@ class Chat(NamedTuple):
 class ChatTemplate:
     """A chat template. Safe to use from several threads.
 
-    takes_tools  whether it renders tools itself
+    takes_tools     whether it renders tools itself
+    takes_thoughts  whether it renders thoughts that stand beside the content
     """
 
     def __init__(self, source: str, control: ControlTokens, special_tokens: dict[str, str]) -> None:
@@ -39,6 +40,7 @@ class ChatTemplate:
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(
             environment.parse(source)
         )
+        self.takes_thoughts = "reasoning_content" in source
         self._control, self._special_tokens = control, special_tokens
 
     def render(

@@ -75,6 +75,11 @@ class TextCodec:
         """Return whether the chat template renders tools itself."""
         return self._template is not None and self._template.takes_tools
 
+    @property
+    def takes_thoughts(self) -> bool:
+        """Return whether the chat template renders `reasoning_content`."""
+        return self._template is not None and self._template.takes_thoughts
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],

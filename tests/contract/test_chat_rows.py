@@ -162,7 +162,7 @@ def test_a_key_beside_the_messages_is_obeyed_or_refused_by_name(
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"reasoning_content": "hm"}, "reasoning_content would not be learned: write it"),
+        ({"reasoning_content": 1}, "reasoning_content must be a string"),
         ({"thinking": "hm"}, "thinking would not be learned"),
         ({"train_detail": [{"begin_offset": 0}]}, f"train_detail {UNKNOWN}"),
         ({"prefix": True}, f"prefix {UNKNOWN}"),

@@ -286,7 +286,7 @@ LOSSES: list[tuple[Any, str]] = [
     ),
     (
         chat(U, {"role": "assistant", "content": [THOUGHT, USE]}, tools=TOOLS),
-        "messages[1].content[0] would not be learned: write it into `content`",
+        "messages[1].content[0] would not be learned: write it as `reasoning_content`",
     ),
     (
         chat(

@@ -15,7 +15,14 @@ from tests.range_ends import inside, outside
 
 def test_each_number_has_its_range() -> None:
     fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-    assert fields == {*RANGES, "method", "target_modules", "truncate", "gradient_checkpointing"}
+    assert fields == {
+        *RANGES,
+        "method",
+        "target_modules",
+        "truncate",
+        "gradient_checkpointing",
+        "skip_thoughts",
+    }
 
 
 @pytest.mark.parametrize("name", RANGES)

@@ -237,7 +237,7 @@ def test_a_row_that_breaks_code_of_ours_ends_its_own_job_alone(
     write_chats(jobs["three"].parent / "data.jsonl", "is too deep")
     encode_row = chat_data.encode_row
 
-    def encode(codec: Any, row: Any) -> Any:
+    def encode(codec: Any, row: Any, **options: Any) -> Any:
         if "breaks it" in str(row):
             raise KeyError("a defect")
         if "is too deep" in str(row):

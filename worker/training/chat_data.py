@@ -80,10 +80,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
-def encode(codec: TextCodec, number: int, row: Row) -> list[RowTokens]:
+def encode(codec: TextCodec, number: int, row: Row, hyper: Hyperparameters) -> list[RowTokens]:
     """Return a row's tokens. Raises DatasetError, which names its line."""
     try:
-        return encode_row(codec, row)
+        return encode_row(codec, row, skip_thoughts=hyper.skip_thoughts)
     except (PromptError, ValueError) as error:
         raise DatasetError(f"line {number}: {error}") from error
     except RecursionError as error:
@@ -172,7 +172,7 @@ class _Reader:
     ) -> None:
         self.examples = RowFiles(folder)
         self.num_rows = self.num_cut = self.num_dropped = 0
-        self._codec, self._truncate, self._where = codec, hyper.truncate, where
+        self._codec, self._hyper, self._where = codec, hyper, where
         self._takes_pairs = hyper.method == "dpo"
         self._max_length = min(hyper.max_length, codec.context_length)
         self._too_long: list[str] = []
@@ -183,11 +183,11 @@ class _Reader:
         if self._takes_pairs != (row.rejected is not None):
             raise DatasetError(f"line {number} {_OF_ANOTHER_METHOD[self._takes_pairs]}")
         sides = [row] if row.rejected is None else [row, row.rejected]
-        tokens = [each for side in sides for each in encode(self._codec, number, side)]
+        tokens = [each for side in sides for each in encode(self._codec, number, side, self._hyper)]
         num_tokens = row_length(tokens)
         if num_tokens > self._max_length:
             self.num_cut += 1
-            if not self._truncate:
+            if not self._hyper.truncate:
                 self._too_long.append(f"{self._where}line {number} has {num_tokens}")
                 if len(self._too_long) > _SHOWN:
                     self.check()

@@ -45,23 +45,45 @@ class _Turn:
         return self.prompt + self.answer
 
 
-def encode_row(codec: TextCodec, row: Row) -> list[RowTokens]:
+def encode_row(codec: TextCodec, row: Row, *, skip_thoughts: bool = False) -> list[RowTokens]:
     """Return the row as tokens; several when its template does not let one hold them all.
+
+    skip_thoughts  an answer is learned from behind its thought
 
     Raises PromptError when the template refuses the row, and ValueError when it does not begin the
     assistant's turn as it writes it.
     """
     if not row.messages:
         return [_completion(codec, row)]
+    _check_thoughts(codec, row)
     examples: list[RowTokens] = []
     for index in reversed(row.learned):
         turn = _turn(codec, row, index)
+        thought = _thought_length(codec, turn.answer) if skip_thoughts else 0
+        learned = range(len(turn.prompt) + thought, len(turn.token_ids))
         if examples and _is_within(turn, examples[-1].token_ids):
-            examples[-1].learned.insert(0, range(len(turn.prompt), len(turn.token_ids)))
+            examples[-1].learned.insert(0, learned)
         else:
-            learned = range(len(turn.prompt), len(turn.token_ids))
             examples.append(RowTokens(turn.token_ids, [learned]))
     return examples[::-1]
+
+
+def _check_thoughts(codec: TextCodec, row: Row) -> None:
+    """Raise ValueError for a thought that the chat template leaves out."""
+    if codec.takes_thoughts:
+        return
+    for index, message in enumerate(row.messages):
+        if "reasoning_content" in message:
+            raise ValueError(
+                f"the base's chat template does not know messages[{index - row.num_added}]."
+                "reasoning_content: write it into `content`"
+            )
+
+
+def _thought_length(codec: TextCodec, answer: list[int]) -> int:
+    """Return how many tokens of an answer are its thought, with the mark at its end."""
+    marks = codec.thought_marks
+    return 0 if marks is None or marks.end not in answer else answer.index(marks.end) + 1
 
 
 def _completion(codec: TextCodec, row: Row) -> RowTokens:

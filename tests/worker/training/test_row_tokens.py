@@ -68,7 +68,8 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
             weight = draw(st.sampled_from([{}, {"weight": 0}]))
         # The gateway takes an empty answer; a row must not have one.
         answer = said().filter(lambda value: bool(value.split("</think>")[-1].strip()))
-        messages.append({"role": "assistant", "content": content(draw, answer)} | weight)
+        thought = draw(st.sampled_from([{}, {"reasoning_content": "so"}]))
+        messages.append({"role": "assistant", "content": content(draw, answer)} | thought | weight)
     return {"messages": messages} | ({"tools": [TOOL]} if has_tools else {})
 
 
@@ -140,6 +141,10 @@ def test_exactly_the_weighted_answers_tokens_are_learned(
         assert "weight is not 0" in str(wrong)
         weights = [m.get("weight", 1) for m in row["messages"] if m["role"] == "assistant"]
         assert not any(weights)
+        return
+    if not codec.takes_thoughts and any("reasoning_content" in each for each in read.messages):
+        with pytest.raises(ValueError, match="does not know messages"):
+            encode_row(codec, read)
         return
     examples = encode_row(codec, read)
     assert learned(examples) == reference(codec, row)
@@ -261,3 +266,25 @@ def test_a_row_of_weight_0_is_an_error_on_its_line() -> None:
     rows = [{"messages": CHAT}, {"messages": [m | {"weight": 0} for m in CHAT]}]
     (problem,) = lint("\n".join(map(json.dumps, rows)).encode()).problems
     assert str(problem).startswith("line 2: messages must have a message of the assistant whose")
+
+
+def test_thoughts_are_learned_unless_they_are_skipped(tmp_path: Path) -> None:
+    """A template leaves earlier ones out, and a call's answer is thought of, too."""
+    codec = TextCodec(write_tokenizer(tmp_path, "qwen3"))
+    first, last = ({"reasoning_content": each} for each in ("hm", "so"))
+    messages = [*CHAT[:2], CHAT[2] | first, CHAT[3], CHAT[4] | last]
+    row = read_row({"messages": messages})
+
+    def texts(**options: Any) -> list[str]:
+        return [
+            codec.decode_whole(part.token_ids[span.start : span.stop])
+            for part in encode_row(codec, row, **options)
+            for span in part.learned
+        ]
+
+    assert texts() == [
+        "<think>\nhm\n</think>\n\none<|im_end|>",
+        "<think>\nso\n</think>\n\ntwo<|im_end|>",
+    ]
+    assert texts(skip_thoughts=True) == ["\n\none<|im_end|>", "\n\ntwo<|im_end|>"]
+    assert "hm" not in codec.decode_whole(encode_row(codec, row)[-1].token_ids)
