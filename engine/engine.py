@@ -410,6 +410,11 @@ class Engine:
         overflowed = launched.scores.tell() if launched.scores is not None else []
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
+        self._grammars.consume(
+            (sequence, token.token_id)
+            for sequence, token in zip(sampling, sampled, strict=True)
+            if not (sequence.has_ended or sequence in launched.void or token.error)
+        )
         outputs = self._take(sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
             outputs += self._take(sequences, list(map(checked, sequences, tokens)))

@@ -188,8 +188,8 @@ class Sequence:
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached or 0,
             num_generated=0 if self.request.sampling.max_tokens == 0 else self.num_generated,
-            accepted_drafts=dict(self.accepted),
-            num_rejected_drafts=self.num_drafted - sum(self.accepted.values()),
+            accepted_drafts=self.accepted.copy(),
+            num_rejected_drafts=self.num_drafted and self.num_drafted - sum(self.accepted.values()),
         )
 
     @property

@@ -126,9 +126,8 @@ class Speculation:
             if sequence.has_left or sequence in skipped or not sequence.request.speculation:
                 continue
             matcher = self._grammars.matcher(sequence)
-            most = self._most_useful(sequence)
-            if matcher is not None and most > 0:
-                profile = self._known(sequence).profile
+            if matcher is not None and (most := self._most_useful(sequence)) > 0:
+                profile = (sequence.drafting or self._known(sequence)).profile
                 candidates.append(Candidate(sequence, matcher, profile, most))
         num_sampling = len(in_flight.sampling)
         row = self.costs.least_chance(num_sampling, num_sampling, 0)

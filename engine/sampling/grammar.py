@@ -27,7 +27,7 @@ from contract.tenant_cache import TenantCache
 from engine.errors import BadGrammar, GrammarFailed
 from engine.grammar_text import Grammar, GrammarKind, parser_limits
 from engine.sampling.masks import Mask, Masked, MaskThreads, MaskTree
-from engine.sampling.walk import Behind, Walk
+from engine.sampling.walk import Behind, Track, Walk
 from engine.sequence import Sequence
 from kernels import apply_bitmask
 
@@ -40,6 +40,7 @@ class Matcher:
 
     inner  llguidance's
     tree, place  the masks of its grammar's places, and which of them this is
+    track  moves llguidance's on
     error  set if the grammar cannot be followed any further; the request must end then
     """
 
@@ -49,12 +50,16 @@ class Matcher:
         eos_token_id: int,
         tree: MaskTree | None = None,
     ) -> None:
-        self.inner = inner
+        self.track = Track(inner)
         self.tree, self.place = tree or MaskTree(), 0
         self.eos_token_id = eos_token_id
         self.error: GrammarFailed | None = None
         self._mask: Mask | None = None  # at this place, once it was computed
-        self._ahead: list[tuple[int, Mask | None]] = []  # see `Walk`
+
+    @property
+    def inner(self) -> Any:
+        """llguidance's, at this place; not to be moved."""
+        return self.track.here()
 
     @property
     def mask(self) -> Mask:
@@ -83,12 +88,11 @@ class Matcher:
             self.tree.put(self.place, mask)
 
     def walk(self) -> Walk | None:
-        """Return a copy of this place that drafts move on; None if the matcher has failed."""
-        if self._has_failed():
-            return None
-        ahead: list[tuple[int, Mask | None]] = []
-        self._ahead = ahead
-        return Walk(self, ahead)
+        """Return the place on which drafts move on from this one; None if the matcher has failed.
+
+        This place stays where it is.
+        """
+        return None if self._has_failed() else Walk(self)
 
     def fill_mask(self, words: npt.NDArray[np.int32]) -> None:
         """Write the allowed next tokens into `words` [ceil(V / 32)]."""
@@ -102,63 +106,58 @@ class Matcher:
     def few(self) -> tuple[int, ...] | None:
         """The allowed next tokens; None if they are many, or the matcher has failed."""
         few = self.mask.few
-        return None if self._has_failed() else few
+        return None if few is None or self._has_failed() else few
 
     def behind(self, drafts: SequenceOf[int]) -> Behind | None:
         """Return the place behind drafts; None if the grammar cannot be followed there."""
         if self._has_failed():
             return None
-        ahead = self._ahead[: len(drafts)]
-        if ahead and ahead[-1][1] is not None and [t for t, _ in ahead] == list(drafts):
-            return Behind(self.inner, self.tree, self.place, ahead[-1][1])
-        copy, place = self.inner.deep_copy(), self.place
-        if copy.try_consume_tokens(list(drafts)) != len(drafts):
-            return None
+        track, count = self.track, len(drafts)
+        if track.ahead[:count] == list(drafts):
+            mask = track.masks[track.taken + count - 1]
+            if mask is not None:
+                return Behind(track.end, self.tree, self.place, mask)
+            inner = track.here(count)
+        else:
+            inner = self.inner.deep_copy()
+            if inner.try_consume_tokens(list(drafts)) != count:
+                return None
+        place = self.place
         for token_id in drafts:
             place = self.tree.behind(place, token_id)
-        return Behind(copy, self.tree, place)
+        return Behind(inner, self.tree, place)
 
-    def masks_ahead(self, drafts: SequenceOf[int]) -> list[Mask | None] | None:
+    def masks_ahead(self, drafts: SequenceOf[int]) -> SequenceOf[Mask | None] | None:
         """Return the masks behind drafts, as far as a walk has left them; None if none went there.
 
         None stands for those that are not known.
         """
-        ahead = self._ahead[: len(drafts)]
-        if self._has_failed() or [token_id for token_id, _ in ahead] != list(drafts):
+        track, count = self.track, len(drafts)
+        if track.ahead[:count] != list(drafts) or self._has_failed():
             return None
-        return [mask for _, mask in ahead]
+        return track.masks[track.taken : track.taken + count]
 
     def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[Mask | None]:
         """Return the masks behind the first draft, the second one and so on.
 
         Shorter if a draft is not legal or the grammar cannot be followed there. This place stays
-        where it is; `accept` need not compute the masks again.
+        where it is.
 
         wanted  whether the mask behind a draft is needed; None stands for the others
         """
-        known: list[tuple[int, Mask | None]] = [(token_id, None) for token_id in drafts]
-        ahead = self._ahead[: len(known)]
-        if [token_id for token_id, _ in ahead] == list(drafts):
-            known = ahead
-        if self._has_failed() or not known:
+        if self._has_failed():
             return []
-        if known is ahead and all(
-            mask is not None or not is_wanted
-            for (_, mask), is_wanted in zip(known, wanted, strict=True)
-        ):
-            return [mask for _, mask in known]
+        known = self.masks_ahead(drafts) or [None] * len(drafts)
         masks: list[Mask | None] = []
         copy = self.inner.deep_copy()
-        for i, (token_id, mask) in enumerate(known):
+        for token_id, mask, is_wanted in zip(drafts, known, wanted, strict=True):
             if copy.try_consume_tokens([token_id]) != 1:
                 break
-            if mask is None and wanted[i]:
+            if mask is None and is_wanted:
                 mask = Mask.of(copy.compute_bitmask())
                 if copy.is_error():
                     break
-                known[i] = token_id, mask
             masks.append(mask)
-        self._ahead = known
         return masks
 
     def accept(self, token_id: int) -> bool:
@@ -166,24 +165,19 @@ class Matcher:
 
         Raises GrammarFailed if the grammar cannot be followed any further.
         """
-        self._mask = None
-        if self._ahead:
-            drafted, mask = self._ahead.pop(0)
-            if drafted == token_id:
-                self._mask = mask
-            else:
-                self._ahead = []
         self.place = self.tree.behind(self.place, token_id)
-        if self.error is None:
-            self.inner.consume_token(token_id)
+        track = self.track
+        self._mask = track.take(token_id) if self.error is None else None
+        if track.tokens:  # drafts went on from here
+            return False
         if self._has_failed():
             assert self.error is not None
             raise self.error
-        return bool(self.inner.is_stopped())
+        return bool(track.end.is_stopped())
 
     def _has_failed(self) -> bool:
-        if self.error is None and self.inner.is_error():
-            reason = re.match(r"\w*", self.inner.get_error())  # what follows quotes the answer
+        if self.error is None and self.track.has_failed():
+            reason = re.match(r"\w*", self.track.end.get_error())  # what follows quotes the answer
             self.error = GrammarFailed(reason[0] if reason else "")
         return self.error is not None
 
@@ -391,6 +385,20 @@ class Grammars:
         """
         own = map(self._matchers.get, sequences)
         self._threads.compute([*(matcher for matcher in own if matcher is not None), *behind])
+
+    def consume(self, tokens: Iterable[tuple[Sequence, int]]) -> None:
+        """Let llguidance's matchers take the tokens that `Matcher.accept` will be given next.
+
+        Together, on threads, where no drafts went on to them before.
+        """
+        own = []
+        for sequence, token_id in tokens:
+            matcher = self._matchers.get(sequence)
+            if matcher is not None and matcher.error is None and matcher.track.is_still:
+                own.append((matcher.track, token_id))
+        if self._threads.consume([(track.end, token_id) for track, token_id in own]):
+            for track, token_id in own:
+                track.note_taken(token_id)
 
     def remove(self, sequence: Sequence) -> None:
         self._matchers.pop(sequence, None)

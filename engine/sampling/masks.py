@@ -150,12 +150,8 @@ class MaskThreads:
     def compute(self, matchers: Iterable[Masked]) -> None:
         """Compute the masks that are not known yet, each place's once."""
         missing = {matcher.key: matcher for matcher in matchers if not matcher.knows_mask}
-        if self._num_threads < 2 or len(missing) < _LEAST:
+        if not self._has_use(len(missing)):
             return
-        if self._executor is None:
-            import llguidance
-
-            self._executor = llguidance.LLExecutor(self._num_threads)
         own = list(missing.values())
         words = np.empty((len(own), own[0].tree.num_words), np.int32)
         self._executor.unsafe_compute_mask_ptr(
@@ -166,3 +162,23 @@ class MaskThreads:
         )
         for matcher, row, bits in zip(own, words, _filled(words), strict=True):
             matcher.note_mask(Mask(row.copy(), few_of(row, bits.tobytes())))
+
+    def consume(self, tokens: list[tuple[Any, int]]) -> bool:
+        """Let llguidance's matchers take one token each; return whether they have.
+
+        Few are left to the caller. One that cannot be followed is in error.
+        """
+        if not self._has_use(len(tokens)):
+            return False
+        self._executor.consume_token_par(tokens)
+        return True
+
+    def _has_use(self, count: int) -> bool:
+        """Return whether threads save time for this number of matchers; make them if so."""
+        if self._num_threads < 2 or count < _LEAST:
+            return False
+        if self._executor is None:
+            import llguidance
+
+            self._executor = llguidance.LLExecutor(self._num_threads)
+        return True

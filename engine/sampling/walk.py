@@ -1,17 +1,115 @@
-"""Places in a grammar that a request has not reached: copies that drafts move on."""
+"""Places in a grammar that a request has not reached: drafts move on to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 from engine.sampling.masks import Mask, MaskTree
+
+
+class Track:
+    """llguidance's matcher of one request, which drafts move on beyond the request's place.
+
+    The request follows without a call of llguidance while it takes the tokens of the drafts. If it
+    takes another one, or a draft turns out too costly to follow, a copy from before goes on.
+
+    end     llguidance's, behind all of `tokens`
+    tokens  that it has taken since the copy was made; the first `taken` of them are the request's
+    masks   behind each of these, where it was computed
+    """
+
+    __slots__ = ("_start", "end", "masks", "taken", "tokens")
+
+    def __init__(self, inner: Any) -> None:
+        self.end, self._start = inner, None  # None: nothing has moved on
+        self.tokens: list[int] = []
+        self.masks: list[Mask | None] = []
+        self.taken = 0
+
+    @property
+    def ahead(self) -> list[int]:
+        """The tokens of drafts that the request has not taken."""
+        return self.tokens[self.taken :]
+
+    def here(self, num_drafts: int = 0) -> Any:
+        """Return llguidance's at the request's place, or behind some of `ahead`; not to be moved.
+
+        It is in error if the grammar cannot be followed there.
+        """
+        count = self.taken + num_drafts
+        if self._start is None or count == len(self.tokens):
+            return self.end
+        copy = self._start.deep_copy()
+        copy.consume_tokens(self.tokens[:count])
+        return copy
+
+    def begin(self) -> None:
+        """Let drafts move on from the request's place."""
+        self.go_back()
+        self._start = self.end.deep_copy()
+
+    def go_on(self, token_ids: SequenceOf[int]) -> bool:
+        """Move on by drafts if all are legal; return whether they are."""
+        if self.end.is_stopped():
+            return False
+        count = self.end.try_consume_tokens(token_ids)
+        if count == len(token_ids):
+            self.tokens += token_ids
+            self.masks += [None] * count
+            return True
+        if count or self.end.is_error():
+            self.go_back()
+        return False
+
+    def take(self, token_id: int) -> Mask | None:
+        """Let the request take a token; return the mask behind it, if that was computed."""
+        taken = self.taken
+        if taken < len(self.tokens) and self.tokens[taken] == token_id:
+            self.taken = taken + 1
+            mask = self.masks[taken]
+            if self.taken == len(self.tokens):
+                self._forget()
+            return mask
+        self.go_back()
+        self.end.consume_token(token_id)
+        return None
+
+    def note_taken(self, token_id: int) -> None:
+        """Note that llguidance's matcher has taken the token which `take` will bring.
+
+        Only if `is_still`.
+        """
+        self.tokens, self.masks = [token_id], [None]
+
+    @property
+    def is_still(self) -> bool:
+        """Return whether no draft has moved on."""
+        return self._start is None
+
+    def go_back(self) -> None:
+        """Forget the drafts that the request has not taken."""
+        if self._start is not None:
+            self.end = self._start
+            if self.taken:
+                self.end.consume_tokens(self.tokens[: self.taken])
+            self._forget()
+
+    def has_failed(self) -> bool:
+        """Return whether the grammar cannot be followed at the request's place."""
+        if self._start is not None and self.end.is_error():
+            self.go_back()
+        return bool(self.end.is_error())
+
+    def _forget(self) -> None:
+        self._start, self.tokens, self.masks, self.taken = None, [], [], 0
 
 
 class _Owner(Protocol):
     """A request's place in its grammar: `engine.sampling.grammar.Matcher`."""
 
     @property
-    def inner(self) -> Any: ...
+    def track(self) -> Track: ...
     @property
     def tree(self) -> MaskTree: ...
     @property
@@ -19,35 +117,31 @@ class _Owner(Protocol):
 
 
 class Walk:
-    """A place in a grammar behind drafts: a copy of a request's, which stays where it is.
+    """A place in a grammar behind drafts, from a request's place on.
 
-    If the copy turns out too costly to follow, nothing more is forced or allowed.
+    If a draft turns out too costly to follow, nothing more is forced or allowed. Another walk, or
+    the request's next token, ends this one.
 
-    ahead  the tokens that it moves on by, and the mask behind each, where it was computed: the
-           owner need not compute those again
     tree   that of the owner; what drafts lead to is not noted there: it may be a way never gone
     """
 
-    __slots__ = ("_ahead", "_copy", "_owner", "tree")
+    __slots__ = ("_owner", "_track", "tree")
 
-    def __init__(self, owner: _Owner, ahead: list[tuple[int, Mask | None]]) -> None:
-        self._owner, self._ahead = owner, ahead
-        self.tree = owner.tree
-        self._copy: Any = None  # made once it is needed
+    def __init__(self, owner: _Owner) -> None:
+        self._owner, self._track, self.tree = owner, owner.track, owner.tree
+        self._track.begin()
 
     @property
     def inner(self) -> Any:
-        """llguidance's copy."""
-        if self._copy is None:
-            self._copy = self._owner.inner.deep_copy()
-        return self._copy
+        """llguidance's."""
+        return self._track.end
 
     def forced(self) -> list[int]:
         """Return the text that the grammar forces, as the tokenizer cuts it.
 
         Without its last tokens, if what follows could change them.
         """
-        forced: list[int] = self.inner.compute_ff_tokens()
+        forced: list[int] = self._track.end.compute_ff_tokens()
         return forced
 
     @property
@@ -58,35 +152,37 @@ class Walk:
     @property
     def knows_mask(self) -> bool:
         """Return whether the mask of this place need not be computed."""
-        return not self._ahead or self._ahead[-1][1] is not None
+        masks = self._track.masks
+        return not masks or masks[-1] is not None
 
     def note_mask(self, mask: Mask) -> None:
         """Note what the mask is, unless the grammar turned out too costly to follow."""
-        if not self.inner.is_error():
-            self._ahead[-1] = self._ahead[-1][0], mask
+        track = self._track
+        if track.end.is_error():
+            track.go_back()
+        else:
+            track.masks[-1] = mask
 
     def few_allowed(self) -> tuple[int, ...] | None:
         """Return the tokens that are allowed next; None if they are many, or none."""
-        if not self._ahead:
+        if not self._track.tokens:
             return self._owner.few
         if not self.knows_mask:
             self.note_mask(Mask.of(self.inner.compute_bitmask()))
-        mask = self._ahead[-1][1]
+        masks = self._track.masks
+        mask = masks[-1] if masks else None
         return None if mask is None else mask.few
 
     def accept(self, *token_ids: int) -> bool:
         """Move on by tokens if all are legal; return whether they are.
 
-        If one is not, the walk is of no further use.
+        If one of several is not, the walk is of no further use.
         """
-        if self.inner.try_consume_tokens(list(token_ids)) != len(token_ids):
-            return False
-        self._ahead += [(token_id, None) for token_id in token_ids]
-        return True
+        return self._track.go_on(token_ids)
 
 
 class Behind:
-    """A place after drafts that are all certain: only its mask is wanted.
+    """A place after drafts: only its mask is wanted.
 
     inner, tree, place  as of a `Matcher`
     mask  None: not computed
