@@ -35,6 +35,10 @@ from controlplane.tenants.roles import PERMISSIONS
 from controlplane.tenants.second_factor import SecondFactorRequired
 
 
+def _allows(permission: Permission) -> property:
+    return property(lambda member: member.may(permission))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A signed-in person acting in one tenant."""
@@ -55,53 +59,18 @@ class Member:
         """Return the roles that they may grant: nobody grants more than they have."""
         return [role for role in Role if PERMISSIONS[role] <= self.principal.permissions]
 
-    @property
-    def can_infer(self) -> bool:
-        return self.may(Permission.INFER)
-
-    @property
-    def can_upload(self) -> bool:
-        return self.may(Permission.ADAPTERS_WRITE)
-
-    @property
-    def can_train(self) -> bool:
-        return self.may(Permission.TRAINING_WRITE)
-
-    @property
-    def can_manage_keys(self) -> bool:
-        return self.may(Permission.KEYS_MANAGE)
-
-    @property
-    def can_manage_members(self) -> bool:
-        return self.may(Permission.MEMBERS_MANAGE)
-
-    @property
-    def can_manage_limits(self) -> bool:
-        return self.may(Permission.LIMITS_MANAGE)
-
-    @property
-    def can_manage_webhooks(self) -> bool:
-        return self.may(Permission.WEBHOOKS_MANAGE)
-
-    @property
-    def can_read_audit(self) -> bool:
-        return self.may(Permission.AUDIT_READ)
-
-    @property
-    def can_read_usage(self) -> bool:
-        return self.may(Permission.USAGE_READ)
-
-    @property
-    def can_read_requests(self) -> bool:
-        return self.may(Permission.REQUESTS_READ)
-
-    @property
-    def can_read_words(self) -> bool:
-        return self.may(Permission.REQUESTS_CONTENT)
-
-    @property
-    def can_manage_tenant(self) -> bool:
-        return self.may(Permission.TENANT_MANAGE)
+    can_infer = _allows(Permission.INFER)
+    can_upload = _allows(Permission.ADAPTERS_WRITE)
+    can_train = _allows(Permission.TRAINING_WRITE)
+    can_manage_keys = _allows(Permission.KEYS_MANAGE)
+    can_manage_members = _allows(Permission.MEMBERS_MANAGE)
+    can_manage_limits = _allows(Permission.LIMITS_MANAGE)
+    can_manage_webhooks = _allows(Permission.WEBHOOKS_MANAGE)
+    can_read_audit = _allows(Permission.AUDIT_READ)
+    can_read_usage = _allows(Permission.USAGE_READ)
+    can_read_requests = _allows(Permission.REQUESTS_READ)
+    can_read_words = _allows(Permission.REQUESTS_CONTENT)
+    can_manage_tenant = _allows(Permission.TENANT_MANAGE)
 
 
 class ConsoleRequest(HttpRequest):

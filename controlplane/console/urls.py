@@ -42,6 +42,8 @@ _ADAPTER = "adapters/<str:name>"
 _ACCOUNT = "service-accounts/<uuid:account_id>"
 _ALIAS = "aliases/<str:name>"
 _WEBHOOK = "webhooks/<uuid:webhook_id>"
+_DELIVERY = f"{_WEBHOOK}/deliveries/<uuid:delivery_id>"
+_DATASET = "training/datasets/<str:name>"
 _VERSION = "adapters/<str:name>/versions/<int:number>"
 
 urlpatterns = [
@@ -89,11 +91,7 @@ urlpatterns = [
     path(f"{_WEBHOOK}/enable", webhooks.enable_webhook, name="enable_webhook"),
     path(f"{_WEBHOOK}/test", webhooks.test_webhook, name="test_webhook"),
     path(f"{_WEBHOOK}/delete", webhooks.delete_webhook, name="delete_webhook"),
-    path(
-        f"{_WEBHOOK}/deliveries/<uuid:delivery_id>/redeliver",
-        webhooks.redeliver,
-        name="redeliver",
-    ),
+    path(f"{_DELIVERY}/redeliver", webhooks.redeliver, name="redeliver"),
     path("settings", settings.settings, name="settings"),
     path("settings/request-log", settings.set_log_policy, name="set_log_policy"),
     path("settings/capture", settings.set_capture, name="set_capture"),
@@ -121,7 +119,7 @@ urlpatterns = [
     path(f"{_VERSION}/complete", uploads.complete_upload, name="complete_upload"),
     path(f"{_VERSION}/delete", deletion.delete_version, name="delete_version"),
     path(f"{_ADAPTER}/delete", deletion.delete_adapter, name="delete_adapter"),
-    path("training/datasets/<str:name>/delete", deletion.delete_dataset, name="delete_dataset"),
+    path(f"{_DATASET}/delete", deletion.delete_dataset, name="delete_dataset"),
     path(f"{_ADAPTER}/schedule", training.schedule, name="schedule"),
     path(f"{_ADAPTER}/schedule/run", training.run_schedule, name="run_schedule"),
     path(f"{_ADAPTER}/schedule/delete", training.delete_schedule, name="delete_schedule"),
@@ -150,13 +148,9 @@ urlpatterns = [
     path("training", training.training, name="training"),
     path("training/cost", training.run_cost, name="run_cost"),
     path("training/datasets", training.upload_dataset, name="upload_dataset"),
-    path("training/datasets/<str:name>", training.dataset, name="dataset"),
-    path(
-        "training/datasets/<str:name>/restore/<int:number>",
-        datasets.restore_dataset,
-        name="restore_dataset",
-    ),
-    path("training/datasets/<str:name>/pull", datasets.pull_dataset, name="pull_dataset"),
+    path(_DATASET, training.dataset, name="dataset"),
+    path(f"{_DATASET}/restore/<int:number>", datasets.restore_dataset, name="restore_dataset"),
+    path(f"{_DATASET}/pull", datasets.pull_dataset, name="pull_dataset"),
     path("training/runs", training.start_run, name="start_run"),
     path("training/runs/<uuid:run_id>", training.run, name="run"),
     path("training/runs/<uuid:run_id>/status", training.run_status, name="run_status"),

@@ -10,6 +10,7 @@ from django.http import StreamingHttpResponse
 
 from contract.messages.protocol import TokenEvent
 from controlplane.errors import ApiError
+from controlplane.inference.answers import sse
 from controlplane.inference.service import Generation
 
 #: Seconds without an event after which a stream sends a comment, also as its beginning.
@@ -34,12 +35,12 @@ async def streamed(
     generation: Generation,
     writer: Writer,
     *,
-    failure: Callable[[ApiError], bytes],
+    failure: Callable[[ApiError], bytes] = lambda error: sse(error.body()),
     ending: bytes = b"",
 ) -> StreamingHttpResponse:
     """Return the streamed answer, when its first event has come or `KEEP_ALIVE_S` has passed.
 
-    failure  writes an error that comes when the status has been sent
+    failure  writes an error that comes when the status has been sent, as OpenAI does by default
     ending   bytes at the end of a stream that did not fail
     Raises ApiError while the status is not sent; then the generation is left.
     """

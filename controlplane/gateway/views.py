@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from django.http import HttpResponseBase, JsonResponse
 
-from controlplane.errors import ApiError
 from controlplane.gateway.door import GatewayRequest, gateway_view
 from controlplane.gateway.event_stream import streamed
-from controlplane.inference.answers import DONE, sse
+from controlplane.inference.answers import DONE
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody, CompletionBody
 from controlplane.infra.web.addresses import no_such_address
@@ -38,12 +37,8 @@ async def _generate(
     body = await request.parse(lambda sent: parse_body(kind, sent))
     generation = await request.admit(body)
     if body.stream:
-        return await streamed(generation, generation.answer(), failure=_failure, ending=DONE)
+        return await streamed(generation, generation.answer(), ending=DONE)
     try:
         return JsonResponse(await generation.whole())
     finally:
         generation.leave()
-
-
-def _failure(error: ApiError) -> bytes:
-    return sse(error.body())

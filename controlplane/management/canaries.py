@@ -245,10 +245,7 @@ def _target(counts: Counts, found: Comparison) -> dict[str, Any]:
 
 
 class RampView(TenantAPIView):
-    permissions: ClassVar = {
-        "PUT": Permission.ADAPTERS_WRITE,
-        "DELETE": Permission.ADAPTERS_WRITE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PUT", "DELETE"), Permission.ADAPTERS_WRITE)
 
     @extend_schema(responses=RampSerializer)
     def get(self, request: Request, name: str) -> Response:

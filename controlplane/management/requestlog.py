@@ -186,10 +186,7 @@ class RequestContentSerializer(serializers.Serializer[StoredWords]):
 
 
 class RequestContentView(TenantAPIView):
-    permissions: ClassVar = {
-        "GET": Permission.REQUESTS_CONTENT,
-        "DELETE": Permission.REQUESTS_CONTENT,
-    }
+    permissions: ClassVar = dict.fromkeys(("GET", "DELETE"), Permission.REQUESTS_CONTENT)
 
     @extend_schema("request_content", responses=RequestContentSerializer)
     def get(self, request: Request, request_id: str) -> Response:

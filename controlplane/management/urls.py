@@ -15,6 +15,7 @@ from controlplane.management.evaluations import evaluations, gates, mornings
 from controlplane.management.training import capture, dataset_sources, datasets, schedules, training
 
 _VERSION = "adapters/<str:name>/versions/<int:number>"
+_DELIVERIES = "webhooks/<uuid:webhook_id>/deliveries"
 
 urlpatterns = [
     path("tenant", people.TenantView.as_view()),
@@ -37,25 +38,12 @@ urlpatterns = [
     path("adapters/<str:name>/residency", residency.ResidencyView.as_view()),
     path("adapters/<str:name>/import", adapter_imports.VersionImportView.as_view()),
     path("adapters/<str:name>/versions", adapters.VersionsView.as_view()),
-    path("adapters/<str:name>/versions/<int:number>", adapters.VersionView.as_view()),
-    path(
-        "adapters/<str:name>/versions/<int:number>/upload",
-        adapter_uploads.VersionUploadView.as_view(),
-    ),
-    path(
-        "adapters/<str:name>/versions/<int:number>/parts",
-        adapter_uploads.VersionPartsView.as_view(),
-    ),
-    path(
-        "adapters/<str:name>/versions/<int:number>/complete",
-        adapters.VersionCompleteView.as_view(),
-    ),
-    path(
-        "adapters/<str:name>/versions/<int:number>/doctor", inspections.VersionDoctorView.as_view()
-    ),
-    path(
-        "adapters/<str:name>/versions/<int:number>/promote", adapters.VersionPromoteView.as_view()
-    ),
+    path(_VERSION, adapters.VersionView.as_view()),
+    path(f"{_VERSION}/upload", adapter_uploads.VersionUploadView.as_view()),
+    path(f"{_VERSION}/parts", adapter_uploads.VersionPartsView.as_view()),
+    path(f"{_VERSION}/complete", adapters.VersionCompleteView.as_view()),
+    path(f"{_VERSION}/doctor", inspections.VersionDoctorView.as_view()),
+    path(f"{_VERSION}/promote", adapters.VersionPromoteView.as_view()),
     path("aliases", aliases.AliasesView.as_view()),
     path("aliases/<str:name>", aliases.AliasView.as_view()),
     path("aliases/<str:name>/revisions", aliases.AliasRevisionsView.as_view()),
@@ -121,11 +109,8 @@ urlpatterns = [
     path("webhooks/<uuid:webhook_id>", webhooks.WebhookView.as_view()),
     path("webhooks/<uuid:webhook_id>/rotate", webhooks.WebhookRotateView.as_view()),
     path("webhooks/<uuid:webhook_id>/test", webhooks.WebhookTestView.as_view()),
-    path("webhooks/<uuid:webhook_id>/deliveries", webhooks.WebhookDeliveriesView.as_view()),
-    path(
-        "webhooks/<uuid:webhook_id>/deliveries/<uuid:delivery_id>/redeliver",
-        webhooks.WebhookRedeliverView.as_view(),
-    ),
+    path(_DELIVERIES, webhooks.WebhookDeliveriesView.as_view()),
+    path(f"{_DELIVERIES}/<uuid:delivery_id>/redeliver", webhooks.WebhookRedeliverView.as_view()),
     path("audit-events", audit.AuditEventsView.as_view()),
     path("audit-events/<uuid:event_id>", audit.AuditEventView.as_view()),
 ]

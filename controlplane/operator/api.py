@@ -148,10 +148,17 @@ class QuarantineSerializer(serializers.Serializer[Any]):
 _DRY_RUN = OpenApiParameter("dry_run", bool, description="Report the changes, and make none.")
 
 
-class TenantsView(OperatorAPIView):
+class _TenantsAPIView(OperatorAPIView):
     readers = (Scope.TENANTS_READ,)
     writers = (Scope.TENANTS_WRITE,)
 
+
+class _PoolAPIView(OperatorAPIView):
+    readers = (Scope.POOL_READ,)
+    writers = (Scope.POOL_WRITE,)
+
+
+class TenantsView(_TenantsAPIView):
     @extend_schema("ops_tenants_list", PAGE_PARAMETERS, responses=page_of(TenantSerializer))
     def get(self, request: Request) -> Response:
         """List all tenants, newest first."""
@@ -169,9 +176,7 @@ class TenantsView(OperatorAPIView):
         return Response(TenantSerializer(tenant).data, status=201)
 
 
-class TenantView(OperatorAPIView):
-    readers = (Scope.TENANTS_READ,)
-    writers = (Scope.TENANTS_WRITE,)
+class TenantView(_TenantsAPIView):
     # For PUT, because its answer has secrets that are shown once.
     kept_methods = ("POST", "PUT")
 
@@ -248,10 +253,7 @@ class DeletionsView(OperatorAPIView):
         return page(request, TenantDeletion.objects.all(), DeletionSerializer)
 
 
-class TenantLimitsView(OperatorAPIView):
-    readers = (Scope.TENANTS_READ,)
-    writers = (Scope.TENANTS_WRITE,)
-
+class TenantLimitsView(_TenantsAPIView):
     @extend_schema("ops_tenants_limits_set", request=RatesSerializer, responses=LimitSerializer)
     def put(self, request: Request, slug: str) -> Response:
         """Set the limits of a whole tenant, which it cannot change.
@@ -265,10 +267,7 @@ class TenantLimitsView(OperatorAPIView):
         return Response(LimitSerializer(row).data)
 
 
-class TenantQuotaView(OperatorAPIView):
-    readers = (Scope.TENANTS_READ,)
-    writers = (Scope.TENANTS_WRITE,)
-
+class TenantQuotaView(_TenantsAPIView):
     @extend_schema("ops_tenants_quota", responses=QuotaSerializer)
     def get(self, request: Request, slug: str) -> Response:
         """Return a tenant's quotas and their use."""
@@ -297,10 +296,7 @@ class BaseModelsView(OperatorAPIView):
         return page(request, BaseModel.objects.all(), OperatorBaseModelSerializer)
 
 
-class BaseModelView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class BaseModelView(_PoolAPIView):
     @extend_schema(
         "ops_base_models_update",
         request=BaseModelChangeSerializer,
@@ -319,10 +315,7 @@ class BaseModelView(OperatorAPIView):
         return Response(OperatorBaseModelSerializer(row).data)
 
 
-class WorkersView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class WorkersView(_PoolAPIView):
     @extend_schema("ops_workers_list", PAGE_PARAMETERS, responses=page_of(WorkerSerializer))
     def get(self, request: Request) -> Response:
         """List the pool's workers by name, with their last heartbeat."""
@@ -330,10 +323,7 @@ class WorkersView(OperatorAPIView):
         return page_of_items(request, found, WorkerSerializer, cursor="id")
 
 
-class WorkerDrainView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class WorkerDrainView(_PoolAPIView):
     @extend_schema("ops_workers_drain", request=None, responses={202: WorkerSerializer})
     def post(self, request: Request, worker_id: str) -> Response:
         """Let a worker finish its requests, take no more, and exit. A restart ends the drain."""
@@ -347,20 +337,14 @@ class WorkerDrainView(OperatorAPIView):
         return Response(WorkerSerializer(pool.worker_get(worker_id=worker_id)).data, status=202)
 
 
-class QueuesView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class QueuesView(_PoolAPIView):
     @extend_schema("ops_queues_list", PAGE_PARAMETERS, responses=page_of(QueueSerializer))
     def get(self, request: Request) -> Response:
         """List the waiting requests and tokens, by base model."""
         return page_of_items(request, pool.queues(), QueueSerializer, cursor="base_model")
 
 
-class DeadLettersView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class DeadLettersView(_PoolAPIView):
     @extend_schema(
         "ops_dead_letters_list", PAGE_PARAMETERS, responses=page_of(DeadLetterSerializer)
     )
@@ -369,10 +353,7 @@ class DeadLettersView(OperatorAPIView):
         return page(request, DeadLetter.objects.select_related("tenant"), DeadLetterSerializer)
 
 
-class DeadLetterView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class DeadLetterView(_PoolAPIView):
     @extend_schema("ops_dead_letters_discard", responses={204: None})
     def delete(self, request: Request, letter_id: uuid.UUID) -> Response:
         """Delete a dead letter and its prompt. The tenant's audit trail records it."""
@@ -381,10 +362,7 @@ class DeadLetterView(OperatorAPIView):
         return Response(status=204)
 
 
-class DeadLetterRequeueView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class DeadLetterRequeueView(_PoolAPIView):
     @extend_schema("ops_dead_letters_requeue", request=None, responses=DeadLetterSerializer)
     def post(self, request: Request, letter_id: uuid.UUID) -> Response:
         """Run the request again, once, in the batch class and with a new id."""
@@ -398,10 +376,7 @@ def _letter(letter_id: uuid.UUID) -> DeadLetter:
     return require(found, "There is no such dead letter.")
 
 
-class QuarantineView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class QuarantineView(_PoolAPIView):
     @extend_schema("ops_quarantine_list", PAGE_PARAMETERS, responses=page_of(QuarantineSerializer))
     def get(self, request: Request) -> Response:
         """List adapters that are not served because they crashed workers, newest first."""
@@ -412,10 +387,7 @@ class QuarantineView(OperatorAPIView):
         return page_of_items(request, rows, QuarantineSerializer, cursor="digest")
 
 
-class QuarantinedAdapterView(OperatorAPIView):
-    readers = (Scope.POOL_READ,)
-    writers = (Scope.POOL_WRITE,)
-
+class QuarantinedAdapterView(_PoolAPIView):
     @extend_schema("ops_quarantine_release", responses={204: None})
     def delete(self, request: Request, digest: str) -> Response:
         """Release an adapter, so that it is served again."""

@@ -86,10 +86,11 @@ def _for_tenant(view: type[TenantAPIView], scope: Scope, name: str) -> Any:
             "writers": (scope,),
         },
     )
-    methods = [
-        method for method in ("get", "post", "put", "patch", "delete") if hasattr(view, method)
-    ]
-    named = {method: extend_schema(operation_id=f"ops_{name}_{method}") for method in methods}
+    named = {
+        method: extend_schema(operation_id=f"ops_{name}_{method}")
+        for method in ("get", "post", "put", "patch", "delete")
+        if hasattr(view, method)
+    }
     return extend_schema_view(**named)(made).as_view()
 
 
@@ -102,6 +103,7 @@ _ADAPTERS, _KEYS = Scope.ADAPTERS_WRITE, Scope.KEYS_WRITE
 _DATASETS, _TRAINING = Scope.DATASETS_WRITE, Scope.TRAINING_WRITE
 _ADAPTER, _ALIAS = "adapters/<str:name>", "aliases/<str:name>"
 _VERSION = f"{_ADAPTER}/versions/<int:number>"
+_RUN, _SCHEDULE = "training-runs/<uuid:run_id>", f"{_ADAPTER}/schedule"
 
 #: Names of operations -> addresses of an adapter, a version and an alias.
 _RELEASES: tuple[tuple[str, type[TenantAPIView], str], ...] = (
@@ -144,21 +146,9 @@ urlpatterns = [
     _path("datasets", training.DatasetsView, _DATASETS, "datasets"),
     _path("datasets/<str:name>", training.DatasetView, _DATASETS, "dataset"),
     _path("training-runs", training.TrainingRunsView, _TRAINING, "training_runs"),
-    _path("training-runs/<uuid:run_id>", training.TrainingRunView, _TRAINING, "training_run"),
-    _path(
-        "training-runs/<uuid:run_id>/cancel",
-        training.TrainingRunCancelView,
-        _TRAINING,
-        "training_run_cancel",
-    ),
-    _path("adapters/<str:name>/schedule", training.ScheduleView, _TRAINING, "schedule"),
-    _path(
-        "adapters/<str:name>/schedule/run",
-        schedules.ScheduleRunNowView,
-        _TRAINING,
-        "schedule_run_now",
-    ),
-    _path(
-        "adapters/<str:name>/schedule/runs", schedules.ScheduleRunsView, _TRAINING, "schedule_runs"
-    ),
+    _path(_RUN, training.TrainingRunView, _TRAINING, "training_run"),
+    _path(f"{_RUN}/cancel", training.TrainingRunCancelView, _TRAINING, "training_run_cancel"),
+    _path(_SCHEDULE, training.ScheduleView, _TRAINING, "schedule"),
+    _path(f"{_SCHEDULE}/run", schedules.ScheduleRunNowView, _TRAINING, "schedule_run_now"),
+    _path(f"{_SCHEDULE}/runs", schedules.ScheduleRunsView, _TRAINING, "schedule_runs"),
 ]

@@ -31,7 +31,7 @@ from controlplane.gateway.door import LONG_BODY_BYTES
 from controlplane.gateway.event_stream import streamed
 from controlplane.inference import access
 from controlplane.inference.access import Caller
-from controlplane.inference.answers import DONE, sse
+from controlplane.inference.answers import DONE
 from controlplane.inference.model_selector import ModelSelector
 from controlplane.inference.parsing import parse_body
 from controlplane.inference.schemas import ChatBody
@@ -109,7 +109,7 @@ async def _run(request: HttpRequest, principal: Principal) -> HttpResponseBase:
     except ApiError as error:
         _count_refusal(principal, error)
         raise
-    response = await streamed(generation, generation.answer(), failure=_failure, ending=DONE)
+    response = await streamed(generation, generation.answer(), ending=DONE)
     for name, value in generation.headers.items():
         response[name] = value
     response["X-Lorikeet-Served"] = served
@@ -149,10 +149,6 @@ def _bounded(caller: Caller) -> Caller:
     )
     limits = Limits((*caller.limits.policies, *policies), caller.limits.budgets)
     return dataclasses.replace(caller, limits=limits)
-
-
-def _failure(error: ApiError) -> bytes:
-    return sse(error.body())
 
 
 def _count_refusal(principal: Principal, error: ApiError) -> None:

@@ -162,14 +162,10 @@ async def _streamed(request: GatewayRequest, body: GenerateBody) -> HttpResponse
     if (body.parameters.best_of or 1) > 1:
         raise InvalidRequest("best_of above 1 is not supported when streaming tokens.")
     generation, answer = await _submitted(request, body, stream=True)
-    response = await streamed(generation, answer, failure=_failure)
+    response = await streamed(generation, answer, failure=lambda error: sse(error_body(error)))
     for name, value in (await _headers(generation, body)).items():
         response[name] = value
     return response
-
-
-def _failure(error: ApiError) -> bytes:
-    return sse(error_body(error))
 
 
 async def _headers(generation: Generation, body: GenerateBody) -> dict[str, str]:

@@ -137,10 +137,7 @@ class MembersView(TenantAPIView):
 
 
 class MemberView(TenantAPIView):
-    permissions: ClassVar = {
-        "PATCH": Permission.MEMBERS_MANAGE,
-        "DELETE": Permission.MEMBERS_MANAGE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PATCH", "DELETE"), Permission.MEMBERS_MANAGE)
 
     @extend_schema(responses=MemberSerializer)
     def get(self, request: Request, member_id: uuid.UUID) -> Response:
@@ -226,10 +223,7 @@ class ServiceAccountsView(TenantAPIView):
 
 
 class ServiceAccountView(TenantAPIView):
-    permissions: ClassVar = {
-        "PATCH": Permission.MEMBERS_MANAGE,
-        "DELETE": Permission.MEMBERS_MANAGE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PATCH", "DELETE"), Permission.MEMBERS_MANAGE)
 
     @extend_schema(responses=ServiceAccountSerializer)
     def get(self, request: Request, account_id: uuid.UUID) -> Response:

@@ -250,10 +250,7 @@ class AdaptersView(TenantAPIView):
 
 
 class AdapterView(TenantAPIView):
-    permissions: ClassVar = {
-        "PATCH": Permission.ADAPTERS_WRITE,
-        "DELETE": Permission.ADAPTERS_WRITE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PATCH", "DELETE"), Permission.ADAPTERS_WRITE)
 
     @extend_schema(responses=AdapterSerializer)
     def get(self, request: Request, name: str) -> Response:

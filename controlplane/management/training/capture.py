@@ -188,10 +188,7 @@ class CapturedRequestsView(TenantAPIView):
 
 
 class CapturedRequestView(TenantAPIView):
-    permissions: ClassVar = {
-        "GET": Permission.REQUESTS_CONTENT,
-        "DELETE": Permission.REQUESTS_CONTENT,
-    }
+    permissions: ClassVar = dict.fromkeys(("GET", "DELETE"), Permission.REQUESTS_CONTENT)
 
     @extend_schema("captured_request", responses=CapturedRowSerializer)
     def get(self, request: Request, request_id: str) -> Response:

@@ -133,10 +133,7 @@ def _divided(body: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 class DatasetSourceView(TenantAPIView):
-    permissions: ClassVar = {
-        "PUT": Permission.TRAINING_WRITE,
-        "DELETE": Permission.TRAINING_WRITE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PUT", "DELETE"), Permission.TRAINING_WRITE)
 
     @extend_schema(responses=DatasetSourceSerializer)
     def get(self, request: Request, name: str) -> Response:

@@ -294,10 +294,7 @@ class TrainingRunCancelView(TenantAPIView):
 
 
 class ScheduleView(TenantAPIView):
-    permissions: ClassVar = {
-        "PUT": Permission.TRAINING_WRITE,
-        "DELETE": Permission.TRAINING_WRITE,
-    }
+    permissions: ClassVar = dict.fromkeys(("PUT", "DELETE"), Permission.TRAINING_WRITE)
 
     @extend_schema(responses=ScheduleSerializer)
     def get(self, request: Request, name: str) -> Response:

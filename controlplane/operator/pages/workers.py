@@ -13,6 +13,7 @@ from django.shortcuts import redirect
 from django.urls import reverse
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
+from contract.messages.protocol import Heartbeat
 from controlplane.adapters.models import BaseModel, is_serving
 from controlplane.errors import NotFound, Unavailable
 from controlplane.operator import pool
@@ -27,18 +28,10 @@ _SHOWN_ADAPTERS = 3
 class Line:
     """One worker as the page shows it."""
 
-    id: str
+    beat: Heartbeat
     state: str
-    device: str
-    running: int
-    slots: int
-    waiting: int
-    free_pages: int
-    pages: int
     adapters: str
     tokens_per_s: float
-    precision: dict[str, Any]
-    step: int
     silent: str
     can_drain: bool
     can_resume: bool
@@ -59,11 +52,11 @@ class Group:
 
     @property
     def running(self) -> int:
-        return sum(worker.running for worker in self.workers)
+        return sum(worker.beat.running for worker in self.workers)
 
     @property
     def slots(self) -> int:
-        return sum(worker.slots for worker in self.workers)
+        return sum(worker.beat.max_running for worker in self.workers)
 
     @property
     def tokens_per_s(self) -> float:
@@ -176,18 +169,10 @@ def state(worker: WorkerStatus) -> str:
 def _line(worker: WorkerStatus) -> Line:
     beat = worker.heartbeat
     return Line(
-        id=beat.worker_id,
+        beat=beat,
         state=state(worker),
-        device=beat.device,
-        running=beat.running,
-        slots=beat.max_running,
-        waiting=beat.waiting,
-        free_pages=beat.free_pages,
-        pages=beat.num_pages,
         adapters=_adapters(beat.resident_digests),
         tokens_per_s=beat.tokens_per_s if worker.is_alive else 0.0,
-        step=beat.step,
-        precision=beat.precision or {},
         silent=span(worker.silent_s),
         can_drain=worker.is_alive and not beat.draining,
         can_resume=worker.is_alive and beat.draining,

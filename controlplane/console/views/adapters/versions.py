@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from django.contrib import messages
 from django.http import Http404, HttpResponse, HttpResponseRedirect
@@ -14,7 +14,7 @@ from django.views.decorators.http import require_POST, require_safe
 
 from controlplane.adapters import downloads, retirement, services
 from controlplane.adapters.models import AdapterVersion
-from controlplane.console.access import ConsoleRequest, member_page
+from controlplane.console.access import ConsoleRequest, Page, member_page
 from controlplane.console.forms import ErrorsShown
 from controlplane.errors import ApiError
 from controlplane.tenants.auth import Permission
@@ -32,44 +32,31 @@ def deprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
         messages.error(request, "Write the day as 2027-01-14.")
         return redirect("console:version", name, number)
     version = services.adapter_version_get(name=name, number=number)
-    return _changed(
-        request,
-        lambda: retirement.version_deprecate(version=version, shutdown_date=day),
-        f"Version {number} is deprecated" + (f" and refused from {day} on." if day else "."),
-    )
+    with ErrorsShown(request):
+        retirement.version_deprecate(version=version, shutdown_date=day)
+        end = f" and refused from {day} on" if day else ""
+        messages.success(request, f"Version {number} is deprecated{end}.")
+    return redirect("console:version", name, number)
 
 
-@require_POST
-@member_page(permission=Permission.ADAPTERS_WRITE)
-def undeprecate(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = services.adapter_version_get(name=name, number=number)
-    return _changed(
-        request,
-        lambda: retirement.version_undeprecate(version=version),
-        f"Version {number} is no longer deprecated.",
-    )
+def _button(change: Callable[..., AdapterVersion], state: str) -> Page:
+    """Return the view of a button that changes a version and shows its page again."""
+
+    @require_POST
+    @member_page(permission=Permission.ADAPTERS_WRITE)
+    def press(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
+        version = services.adapter_version_get(name=name, number=number)
+        with ErrorsShown(request):
+            change(version=version)
+            messages.success(request, f"Version {number} is {state}.")
+        return redirect("console:version", name, number)
+
+    return cast(Page, press)
 
 
-@require_POST
-@member_page(permission=Permission.ADAPTERS_WRITE)
-def retire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = services.adapter_version_get(name=name, number=number)
-    return _changed(
-        request,
-        lambda: retirement.version_retire(version=version),
-        f"Version {number} is retired.",
-    )
-
-
-@require_POST
-@member_page(permission=Permission.ADAPTERS_WRITE)
-def unretire(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
-    version = services.adapter_version_get(name=name, number=number)
-    return _changed(
-        request,
-        lambda: retirement.version_unretire(version=version),
-        f"Version {number} is ready again.",
-    )
+undeprecate = _button(retirement.version_undeprecate, "no longer deprecated")
+retire = _button(retirement.version_retire, "retired")
+unretire = _button(retirement.version_unretire, "ready again")
 
 
 @require_safe
@@ -111,17 +98,6 @@ def diff(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
     ]
     context = {"adapter": after.adapter, "before": before, "after": after, "changes": rows}
     return render(request, "console/diff.html", context)
-
-
-def _changed(
-    request: ConsoleRequest, change: Callable[[], AdapterVersion], done: str
-) -> HttpResponse:
-    """Make a change and go back to the version's page, with a message."""
-    kwargs: dict[str, Any] = request.resolver_match.kwargs if request.resolver_match else {}
-    with ErrorsShown(request):
-        change()
-        messages.success(request, done)
-    return redirect("console:version", kwargs["name"], kwargs["number"])
 
 
 def _text(value: Any) -> str:
