@@ -32,8 +32,6 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 django.setup()
 
-from bench import gate_rows  # noqa: E402
-from bench.gate_rows import BAD, KINDS, Message, Row, write_base  # noqa: E402
 from bench.machine import environment, write_result  # noqa: E402
 from contract.training import chat_rows  # noqa: E402
 from controlplane.evaluations import checks, leakage  # noqa: E402
@@ -51,7 +49,9 @@ from engine.dash.config import DashConfig  # noqa: E402
 from engine.dash.engine import DashEngine  # noqa: E402
 from engine.request import SamplingParams  # noqa: E402
 from engine.text.codec import TextCodec  # noqa: E402
+from tests import gate_rows  # noqa: E402
 from tests.controlplane.evaluations.planted import decisions_of  # noqa: E402
+from tests.gate_rows import BAD, KINDS, Message, Row, write_base  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gate-cpu.json"
 NUM_CASES = 400

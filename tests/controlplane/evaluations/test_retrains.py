@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import gate as program
-from bench import gate_rows
 from controlplane.evaluations.decision import Verdict
 from controlplane.evaluations.models import Result
+from tests import gate_rows
 
 MESSAGES = gate_rows.messages(0)
 HELD_OUT, KNOWN = MESSAGES[:100], MESSAGES[100:500]

@@ -1,6 +1,6 @@
 """Print how large the project is: code, functions, folders, cycles, data, words, and dialect.
 
-    python -m bench.extent
+    python -m tests.extent
 
 It reads what git tracks and runs nothing. Migrations and tests count apart from code. A cycle is a
 group of packages that import each other at the top of their modules.
