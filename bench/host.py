@@ -46,7 +46,7 @@ from worker.base_model import packaged_model
 
 RESULTS = Path(__file__).parent / "results" / "host.json"
 PROMPT_TOKENS, NEW_TOKENS, WARM_STEPS = 32, 96, 6
-_LETTERS = 12  # of one value
+_LETTERS = 12  # letters of one value
 
 #: Stage -> functions. `look ahead` is a part of `schedule`, which is given without it.
 STAGES: dict[str, tuple[tuple[type, str], ...]] = {

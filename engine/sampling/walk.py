@@ -12,7 +12,7 @@ class Track:
     """llguidance's matcher of one request, which drafts move on beyond the request's place.
 
     The request follows without a call of llguidance while it takes the tokens of the drafts. If it
-    takes another one, or a draft turns out too costly to follow, a copy from before goes on.
+    takes another one, or a draft turns out too costly to follow, a copy from before takes its place.
 
     end     llguidance's, behind all of `tokens`
     tokens  that it has taken since the copy was made; the first `taken` of them are the request's
