@@ -93,7 +93,7 @@ class Times:
 
     def __init__(self) -> None:
         self.cpu = dict.fromkeys((*STAGES, "masks", "device"), 0.0)
-        self.wall = 0.0  # of the device
+        self.wall = 0.0  # time of the device
 
     @contextmanager
     def add(self, stage: str) -> Iterator[None]:

@@ -168,7 +168,7 @@ class Matcher:
         self.place = self.tree.behind(self.place, token_id)
         track = self.track
         self._mask = track.take(token_id) if self.error is None else None
-        if track.tokens:  # drafts went on from here
+        if track.tokens:  # drafts have moved on from here
             return False
         if self._has_failed():
             assert self.error is not None
@@ -389,7 +389,7 @@ class Grammars:
     def consume(self, tokens: Iterable[tuple[Sequence, int]]) -> None:
         """Let llguidance's matchers take the tokens that `Matcher.accept` will be given next.
 
-        Together, on threads, where no drafts went on to them before.
+        Together, on threads, where no drafts have moved them on before.
         """
         own = []
         for sequence, token_id in tokens:
