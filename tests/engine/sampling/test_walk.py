@@ -41,7 +41,8 @@ def same_mask(words: np.ndarray, inner: Any) -> bool:
 
 def draft(matcher: Matcher, plain: Any, chance: random.Random) -> list[int]:
     """Walk over forced, legal and illegal tokens; every look is that of a copy."""
-    walk, drafts = matcher.walk(), []
+    drafts: list[int] = []
+    walk = matcher.walk()
     assert walk is not None
     for _ in range(chance.randrange(4)):
         place = moved(plain, drafts)
