@@ -91,6 +91,19 @@ class Fields:
     def layers(self) -> range:
         return range(self.size("num_hidden_layers"))
 
+    def window(self, default: int | None = None) -> int | None:
+        """Read the sliding window; null means none.
+
+        default  where config.json has none
+        """
+        window = self.take("sliding_window", None if self.has("sliding_window") else default)
+        return None if window is None else self.size("sliding_window", default)
+
+    def one_window(self, default: int | None = None) -> tuple[int | None, ...]:
+        """Return `window` for each layer; empty: there is none."""
+        window = self.window(default)
+        return () if window is None else (window,) * len(self.layers)
+
     def rope(self) -> Any:
         """Return `rope_parameters` (transformers 5), or `rope_scaling` (older)."""
         new, old = self.take("rope_parameters", {}), self.take("rope_scaling", {})

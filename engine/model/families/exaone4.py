@@ -11,8 +11,7 @@ _PATTERN, _WINDOW = 4, 4096
 
 def read_plan(fields: Fields) -> Plan:
     """Read the plan. Without a window, all layers are full, and all of them turn."""
-    is_null = fields.has("sliding_window") and fields.take("sliding_window") is None
-    window = None if is_null else fields.size("sliding_window", _WINDOW)
+    window = fields.window(_WINDOW)
     fields.take("sliding_window_pattern")  # words in published configs, which have layer_types
     default = [FULL] * len(fields.layers)
     if fields.take("layer_types") is None and window is not None:

@@ -18,12 +18,9 @@ def read_plan(fields: Fields) -> Plan:
     if growth is None:
         name = "llama_4_scaling_beta"
         raise UnsupportedModel(f"config.json: rope parameter {name} is missing", param=name)
-    window = fields.take("sliding_window")
-    if window is not None:
-        window = fields.size("sliding_window")
     return Plan(
         eps=fields.epsilon(),
         rotations=(rotation,) * len(fields.layers),
-        windows=() if window is None else (window,) * len(fields.layers),
+        windows=fields.one_window(),
         growth=growth,
     )

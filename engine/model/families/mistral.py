@@ -9,9 +9,5 @@ _WINDOW = 4096  # where config.json has no sliding_window; null means none
 
 
 def read_plan(fields: Fields) -> Plan:
-    window = fields.take("sliding_window", None if fields.has("sliding_window") else _WINDOW)
-    windows: tuple[int | None, ...] = ()
-    if window is not None:
-        size = fields.size("sliding_window", _WINDOW)
-        windows = (size,) * len(fields.layers)
+    windows = fields.one_window(_WINDOW)
     return Plan(eps=fields.epsilon(), rotations=fields.rotations(), windows=windows)

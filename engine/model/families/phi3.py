@@ -37,12 +37,9 @@ def read_plan(fields: Fields) -> Plan:
         raise UnsupportedModel(
             "config.json: the rope_type of phi3 is default or longrope", param="rope_type"
         )
-    window = fields.take("sliding_window")
-    if window is not None:
-        window = fields.size("sliding_window")
     return Plan(
         eps=fields.epsilon(),
         rotations=(rotation,) * len(fields.layers),
-        windows=() if window is None else (window,) * len(fields.layers),
+        windows=fields.one_window(),
         max_positions=longest if isinstance(scaling, LongRope) else None,
     )
