@@ -20,6 +20,8 @@ from worker.training import device
 from worker.training.draft_heads import HeadTraining
 from worker.training.jobs import NamedJob, settings_of
 from worker.training.judging import CaseJudge
+from worker.training.rewards.rollouts import Rollouts
+from worker.training.rewards.sampler import Sampler
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
@@ -40,6 +42,7 @@ class OpenBase:
 
     judge         scores adapters over the same weights
     token_budget  tokens that the trainer, and the judge, take in a pass
+    rollouts      of runs of rewards; None: none of the jobs that the base was opened for is one
     """
 
     trainer: BatchTrainer
@@ -47,6 +50,7 @@ class OpenBase:
     judge: CaseJudge
     model: TrainingModel
     token_budget: int
+    rollouts: Rollouts | None = None
 
     def train_heads(self, request: RunRequest, adapter: Mapping[str, torch.Tensor]) -> HeadTraining:
         """Return what trains draft heads over a run's adapter."""
@@ -79,10 +83,14 @@ def open_base(
     codec = load_codec(folder)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     config, dtype = ModelConfig.from_folder(folder), device.training_dtype()
+    samples = any(named.job.hyperparameters.samples for named in jobs)
+    if samples and kind == "cpu":
+        dtype = torch.float32  # the engine's fast one there, and equal to it in all but rounding
     weights = load_weights(folder, config, kind, dtype)
     budget = token_budget or _TOKENS[kind]
     most = max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
+    sampler = Sampler(folder, config, weights, kind, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
     later = sizes[0] * max(runs - len(jobs), 0)
@@ -110,4 +118,6 @@ def open_base(
         pool_elements=plan.pool_elements,
     )
     judge = CaseJudge(model, codec, budget)
-    return OpenBase(BatchTrainer(model, settings), codec, judge, model, budget)
+    trainer = BatchTrainer(model, settings)
+    rollouts = None if sampler is None else Rollouts(trainer, sampler, codec)
+    return OpenBase(trainer, codec, judge, model, budget, rollouts)
