@@ -84,6 +84,15 @@ def paths_of(grader: Mapping[str, Any]) -> list[str]:
     return sorted({path for text in texts for path in item_paths(text)})
 
 
+def num_models(grader: Mapping[str, Any]) -> int:
+    """Return how many models are asked for the reward of one answer."""
+    parts = parts_of(grader).values()
+    judges = (check for part in parts for check in part.get("checks") or ())
+    return sum(part["type"] == "score_model" for part in parts) + sum(
+        isinstance(check, dict) and check.get("type") == "judge" for check in judges
+    )
+
+
 def score_range(part: Mapping[str, Any]) -> tuple[float, float]:
     """Return the lowest and the highest score of a `score_model`."""
     low, high = part.get("range") or (0, 1)

@@ -35,7 +35,8 @@ class Samples:
 
     rows       each prompt with an answer, whose tokens are marked
     rewards    [rows] float64
-    sampled    [marked tokens] float64, log-probabilities by the sampler; `start`, by the run's start
+    sampled    [marked tokens] float64, log-probabilities by the sampler
+    start      the same by the run's start
     figures    of the rewards, told with the step
     """
 

@@ -1,4 +1,4 @@
-"""Runs over sampled answers: the policy gradient, computed slowly, and the company of other runs."""
+"""Runs over sampled answers: the policy gradient, computed slowly, and other runs beside it."""
 
 from __future__ import annotations
 
