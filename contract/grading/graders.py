@@ -163,6 +163,9 @@ def _input(value: Any, field: str, given: Mapping[str, Any]) -> None:
             is_text = not isinstance(part, dict) or part.get("type") in _TEXTS
             if not is_text or not isinstance(text, str):
                 raise BadGrader(f"{where}.content", "must be text")
+            for name in part if isinstance(part, dict) else ():
+                if name not in ("type", "text"):
+                    raise BadGrader(f"{where}.content.{name[:60]}", "is no field of a text")
             _template(text, f"{where}.content")
 
 
@@ -200,10 +203,12 @@ def _params(value: Any, field: str, _: Any) -> None:
     if not isinstance(value, dict):
         raise BadGrader(field, "must be an object")
     for name, number in value.items():
+        if number is None:
+            continue
         if name not in _PARAMS:
             raise BadGrader(f"{field}.{name[:60]}", f"is none of {', '.join(_PARAMS)}")
         low, high = _PARAMS[name]
-        if number is not None and not (_is_number(number) and low <= number <= high):
+        if not _is_number(number) or not low <= number <= high:
             raise BadGrader(f"{field}.{name}", f"must be a number from {low} to {high}")
 
 

@@ -84,7 +84,10 @@ def _gleu(text: str, reference: str) -> float:
 
 def _rouge(size: int) -> Callable[[str, str], float]:
     def measure(text: str, reference: str) -> float:
-        one, other = (_grams(_words(each.casefold()), size) for each in (text, reference))
+        words, wanted = (_words(each.casefold()) for each in (text, reference))
+        one, other = _grams(words, size), _grams(wanted, size)
+        if not one and not other:  # too short to compare
+            return float(words == wanted)
         return _of_both((one & other).total(), one.total(), other.total())
 
     return measure

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.grading.graders import BadGrader, check_grader
 from contract.ranges import Range
 from contract.training.job import METHODS, RANGES, defaults_of
 from controlplane.gateway.fine_tuning.services import JobForm
@@ -88,8 +89,17 @@ class DpoBody(Body):
     hyperparameters: DpoHyperparametersBody | None = None
 
 
+def _graded(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        check_grader(value, "")
+    except BadGrader as error:
+        place = error.field.removeprefix(".")
+        raise ValueError(f"{place}: {error.problem}" if place else error.problem) from None
+    return value
+
+
 class ReinforcementBody(Body):
-    grader: dict[str, Any]
+    grader: Annotated[dict[str, Any], AfterValidator(_graded)]
     hyperparameters: ReinforcementHyperparametersBody | None = None
     response_format: Annotated[
         Any, refused("answers are sampled freely: grade their schema by a grader of type checks")
@@ -110,7 +120,7 @@ class MethodBody(Body):
             if name != self.type and getattr(self, name) is not None:
                 raise ValueError(f"{name}: the method is {self.type}, leave it out")
         if self.type == "reinforcement" and self.reinforcement is None:
-            raise ValueError("reinforcement: give it, with its grader")
+            raise ValueError("type: reinforcement needs the field reinforcement, with its grader")
         return self
 
     @property

@@ -172,6 +172,8 @@ def _own_names(form: JobForm) -> Iterator[None]:
         "hyperparameters.learning_rate": f"{form.place}.learning_rate_multiplier",
         "hyperparameters.beta": f"{form.place}.beta",
     }
+    if form.place.startswith("method.reinforcement"):
+        names["hyperparameters.eval_steps"] = f"{form.place}.eval_interval"
     grader = "hyperparameters.grader"
     try:
         yield
