@@ -25,7 +25,7 @@ _MAX_ERROR_CHARS = 200
 
 
 class _Nowhere:
-    """What is printed."""
+    """A stream that keeps nothing of what a grader prints."""
 
     def write(self, text: str) -> int:
         return len(text)

@@ -39,7 +39,7 @@ class Hyperparameters:
     method: str = "supervised"
     # the strength with which these two keep the model near its start
     beta: Annotated[float | None, Range(0.001, 10)] = None
-    # of reinforcement: `contract.grading.graders`, answers of each prompt, and their most tokens
+    # for reinforcement: `contract.grading.graders`, answers of each prompt, and their most tokens
     grader: dict[str, Any] | None = None
     samples: Annotated[int | None, Range(2, 64)] = None
     max_tokens: Annotated[int | None, Range(1, 8192)] = None

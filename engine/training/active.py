@@ -59,7 +59,7 @@ class ActiveRun:
 
     @property
     def awaits_samples(self) -> bool:
-        """Return whether it goes on with answers to `examples`, once it is given them."""
+        """Return whether it continues with answers to `examples`, once it is given them."""
         is_sampled = self.request.settings.samples is not None
         return is_sampled and (self.is_validating or not (self.is_finished or self._pieces))
 

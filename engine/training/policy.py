@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policy:
-    """What the answers of a step are trained by.
+    """The numbers by which the answers of a step are trained.
 
     advantages      [rows] float64
     sampled, start  [tokens of the answers] float64, on the host; `first`, where each row's begin

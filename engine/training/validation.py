@@ -105,7 +105,7 @@ class Validation:
         made, self.made = self.made, None
         rows = self._held_out.rows
         number = sum(rows.num_answers) if self._pairs is None else len(rows) // 2
-        number = number or 1  # of prompts `pass_samples` has noted the means
+        number = number or 1  # prompts have none: `pass_samples` noted the means
         means = {name: total / number for name, total in self._sums.items()}
         loss, self.rewards = means.pop("loss"), means
         if math.isfinite(loss):

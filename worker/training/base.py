@@ -85,12 +85,12 @@ def open_base(
     config, dtype = ModelConfig.from_folder(folder), device.training_dtype()
     samples = any(named.job.hyperparameters.samples for named in jobs)
     if samples and kind == "cpu":
-        dtype = torch.float32  # the engine's fast one there, and equal to it in all but rounding
+        dtype = torch.float32  # in which an engine is fast there
     weights = load_weights(folder, config, kind, dtype)
     budget = token_budget or _TOKENS[kind]
     most = max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
-    sampler = Sampler(folder, config, weights, kind, dtype) if samples else None
+    sampler = Sampler(folder, config, weights, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
     later = sizes[0] * max(runs - len(jobs), 0)
@@ -117,7 +117,6 @@ def open_base(
         runs_a_pass=1 if kind == "cpu" else None,
         pool_elements=plan.pool_elements,
     )
-    judge = CaseJudge(model, codec, budget)
     trainer = BatchTrainer(model, settings)
-    rollouts = None if sampler is None else Rollouts(trainer, sampler, codec)
-    return OpenBase(trainer, codec, judge, model, budget, rollouts)
+    rollouts = sampler and Rollouts(trainer, sampler, codec)
+    return OpenBase(trainer, codec, CaseJudge(model, codec, budget), model, budget, rollouts)

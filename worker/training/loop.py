@@ -106,7 +106,7 @@ class BatchTraining:
         self._rollouts = None if base is None else base.rollouts
         if self._rollouts is not None:
             self._rollouts.emit = emit
-        self._faults: dict[str, str] = {}  # of runs whose answers cannot be sampled or rewarded
+        self._faults: dict[str, str] = {}  # why runs' answers cannot be sampled or rewarded
         self._is_stopped = False
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()

@@ -136,8 +136,8 @@ class TenantQuota(TenantModel):
     training_tokens = models.PositiveBigIntegerField(null=True)
     #: Seconds of a GPU, or of a trainer without one, in 24 hours.
     training_device_seconds = models.PositiveIntegerField(null=True)
-    #: Of one run by reinforcement: answers that it samples, calls of models that grade, and seconds
-    #: that grading takes.
+    #: Number of answers that one run by reinforcement samples, of calls of models that grade them,
+    #: and of seconds that grading takes.
     training_samples = models.PositiveIntegerField(null=True)
     grader_calls = models.PositiveIntegerField(null=True)
     grading_seconds = models.PositiveIntegerField(null=True)

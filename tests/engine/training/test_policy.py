@@ -202,8 +202,8 @@ def test_sampled_answers_and_chats_in_one_batch_give_what_each_gives_alone(
         assert difference(shared.adapter, alone.adapter) < bound
     validated = [each for each in together["rl"].progress if each.validation_loss is not None]
     assert [each.step for each in validated] == [4, 8]
-    for each in validated:
-        assert each.validation_loss == -each.rewards["validation_reward"]
+    for made in validated:
+        assert made.validation_loss == -made.rewards["validation_reward"]
     best = max(validated, key=lambda each: each.rewards["validation_reward"])
     assert validated[-1].best_step == best.step
 

@@ -139,10 +139,11 @@ class Rollouts:
     def drop(self, name: str) -> None:
         """Forget a run that has ended."""
         self._sampler.drop(name)
-        rollout = self._rollouts.pop(name, None)
-        loaded = [self._starts.pop(name, None), rollout and rollout.digest]
-        for digest in filter(None, loaded):
-            self._sampler.unload(digest)
+        rollout, start = self._rollouts.pop(name, None), self._starts.pop(name, None)
+        if rollout is not None:
+            self._sampler.unload(rollout.digest)
+        if start is not None:
+            self._sampler.unload(start)
 
     def close(self) -> None:
         self._sampler.close()

@@ -74,9 +74,9 @@ class Sampler:
     """
 
     def __init__(
-        self, folder: Path, model: ModelConfig, weights: Weights, device: str, dtype: torch.dtype
+        self, folder: Path, model: ModelConfig, weights: Weights, dtype: torch.dtype
     ) -> None:
-        arena = _ARENA_BYTES
+        device, arena = weights.embedding.device.type, _ARENA_BYTES
         if device == "cuda":
             arena = int(torch.cuda.mem_get_info()[0] * _GPU_SHARE)
         config = EngineConfig(
@@ -129,7 +129,7 @@ class Sampler:
         key: int,
         prompt: Sequence[int],
         *,
-        digest: str,
+        digest: str | None,
         count: int,
         seed: int | None,
         max_tokens: int,
@@ -178,7 +178,7 @@ class Sampler:
         for output in self._engine.step():
             asked = self._asked.get(output.request_id)
             if asked is None:
-                continue  # of a run that was dropped
+                continue  # its run was dropped
             _note(asked, output)
             if output.finish_reason is not None:
                 asked.num_left -= 1
