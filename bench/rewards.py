@@ -2,12 +2,12 @@
 
     python -m bench.rewards --base .cache/base/smollm2-135m-instruct [--seeds 3]
 
-`python -m worker.base_model --out=.cache/base` makes the base. A prompt is a sentence of an invoice,
-and the answer ought to be a JSON object with three fields. The reward is a quarter for an object
-with exactly these fields, half for the share of right values, and the rest for the likeness to the
-right text, so that answers without any JSON differ. Held-out prompts have other items. Each seed
-draws the prompts, trains a run of `worker.train`, and is in bench/results/rewards-cpu.json,
-whatever came of it.
+`python -m worker.base_model --out=.cache/base` makes the base. A prompt is a line of an invoice,
+and the answer ought to be a JSON object with three fields and nothing else. The reward is a quarter for
+an object with exactly these fields, half for the share of right values, and the rest for the
+likeness to the right text, so that answers without any JSON differ. Held-out prompts have other
+items. Each seed draws the prompts, trains a run of `worker.train`, and is in
+bench/results/rewards-cpu.json, whatever came of it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ ASK = """Reply with JSON alone, as in this example.
 {"item": "tables", "quantity": 3, "price": 20}"""
 FIELDS = ("item", "quantity", "price")
 HYPERPARAMETERS: dict[str, Any] = {
-    **{"method": "reinforcement", "samples": 8, "max_tokens": 32, "beta": 0.01, "rank": 8},
-    **{"alpha": 16, "batch_size": 4, "learning_rate": 3e-4, "max_steps": 40, "warmup_steps": 2},
+    **{"method": "reinforcement", "samples": 8, "max_tokens": 28, "beta": 0.01, "rank": 8},
+    **{"alpha": 16, "batch_size": 2, "learning_rate": 1e-3, "max_steps": 32, "warmup_steps": 2},
     "grader": {"type": "python", "source": "def grade(sample, item): ..."},  # here: `reward`
 }
-NUM_TRAINED, NUM_HELD_OUT = 160, 48
+NUM_TRAINED, NUM_HELD_OUT = 64, 32
 
 
 def make_rows(seed: int, *, is_held_out: bool) -> list[dict[str, Any]]:
@@ -191,15 +191,16 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    runs = [measure(options.base, seed) for seed in range(options.seeds)]
     report = environment("bench.rewards") | {
         "base": options.base.name,
         "hyperparameters": {**HYPERPARAMETERS, "grader": "bench.rewards.reward"},
         "trained_prompts": NUM_TRAINED,
         "held_out_prompts": NUM_HELD_OUT,
-        "runs": runs,
+        "runs": [],
     }
-    write_result(RESULT, report)
+    for seed in range(options.seeds):
+        report["runs"].append(measure(options.base, seed))
+        write_result(RESULT, report)
 
 
 if __name__ == "__main__":

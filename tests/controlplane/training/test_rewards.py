@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from controlplane.training.runs.rewards import grading
 from controlplane.usage.limits import quotas
 from tests.controlplane.conftest import Party
 from tests.controlplane.training.test_batch import make_run
+from tests.controlplane.training.test_execution import trainers
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PROMPTS = b"".join(
@@ -27,7 +30,7 @@ PROMPTS = b"".join(
         {"messages": [{"role": "user", "content": f"hello {number}"}], "wanted": "o"}
     ).encode()
     + b"\n"
-    for number in range(8)
+    for number in range(40)  # so many that a share of them leaves enough on both sides
 )
 LIKE = {
     "type": "string_check", "name": "has", "input": "{{ sample.output_text }}",
@@ -69,6 +72,41 @@ def test_a_run_is_graded_and_becomes_a_version(acme: Party) -> None:
             assert sample["reward"] == float("o" in sample["answer"].casefold())
     assert steps[1]["valid_loss"] == -steps[1]["validation_reward"]
     assert run.progress["grading_s"] > 0 and run.progress["samples"]
+
+
+def test_a_run_whose_trainer_was_killed_makes_the_same_steps(
+    acme: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def figures(run: TrainingRun) -> list[Any]:
+        with tenant_scope(acme.tenant.id):
+            found = run.events.filter(kind="metrics").order_by("pk")
+            return [(d["step"], d["reward"], d["kl"], d["samples"]) for d in
+                    found.values_list("data", flat=True)]  # fmt: skip
+
+    whole = figures(trained(acme))
+    kills = _Kills(at=2)
+    monkeypatch.setattr(grading, "graders", lambda: [kills])
+    run = trained(acme)
+    assert (run.status, run.attempts, kills.calls) == ("queued", 1, 2)
+    execution.training_next()
+    with tenant_scope(acme.tenant.id):
+        run.refresh_from_db()
+    assert (run.status, run.attempts, kills.calls) == ("succeeded", 2, 5)
+    assert figures(run) == whole and len(whole) == 3
+
+
+class _Kills:
+    """A grader that kills the trainer while it waits."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def grade(self, run: Any, grader: Any, samples: Sequence[Any]) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            for pid in trainers():
+                os.kill(pid, signal.SIGKILL)
+        return run_graders.RunGrader().grade(run, grader, samples)
 
 
 def test_a_row_without_what_the_grader_takes_is_named(acme: Party) -> None:

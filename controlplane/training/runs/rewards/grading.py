@@ -117,8 +117,8 @@ class Grading:
                 rows = self._rows[asked.is_validation]
                 samples = [Sample(each.text, rows.item(each.line)) for each in asked.answers]
                 graded = self._ask(samples, began)
+                self._note(asked, graded)  # before the trainer, which then makes the step
                 write_rewards(self.folder, asked, graded.rewards)
-                self._note(asked, graded)
         except (BadRewards, OSError, ValueError) as error:
             raise TrainingFailed(f"The answers cannot be graded: {error}") from error
         finally:
