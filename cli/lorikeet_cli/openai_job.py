@@ -110,7 +110,7 @@ def _grader(method: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the job's grader without what means nothing here. Raises CliError without one."""
     own = method.get("reinforcement")
     grader = own.get("grader") if isinstance(own, dict) else None
-    if not isinstance(grader, dict):
+    if not isinstance(own, dict) or not isinstance(grader, dict):
         raise CliError("The job has no grader: add method.reinforcement.grader to it.")
     if own.get("response_format"):
         notes.append(

@@ -82,7 +82,7 @@ class Formula:
 
     def _value(self, node: Any, scores: Mapping[str, float]) -> float:
         match node:
-            case ast.Constant(value=value):
+            case ast.Constant(value=int() | float() as value):
                 return float(value)
             case ast.Name(id=name):
                 return scores[name]

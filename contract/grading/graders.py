@@ -86,11 +86,12 @@ def paths_of(grader: Mapping[str, Any]) -> list[str]:
 
 def num_models(grader: Mapping[str, Any]) -> int:
     """Return how many models are asked for the reward of one answer."""
-    parts = parts_of(grader).values()
-    judges = (check for part in parts for check in part.get("checks") or ())
-    return sum(part["type"] == "score_model" for part in parts) + sum(
-        isinstance(check, dict) and check.get("type") == "judge" for check in judges
-    )
+    asked = 0
+    for part in parts_of(grader).values():
+        asked += part["type"] == "score_model"
+        for check in part.get("checks") or ():
+            asked += isinstance(check, dict) and check.get("type") == "judge"
+    return asked
 
 
 def score_range(part: Mapping[str, Any]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ _PLACE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _PATH = re.compile(r"(item|sample)((?:\.[^\s.\[\]{}]+|\[\d{1,6}\])+)")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
 
 
 class Missing(LookupError):

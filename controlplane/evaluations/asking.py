@@ -29,7 +29,8 @@ from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role, Tenant
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 #: Name of these requests' address in the request log and in usage.
 ENDPOINT = "/api/v1/evaluations"

@@ -118,5 +118,5 @@ def open_base(
         pool_elements=plan.pool_elements,
     )
     trainer = BatchTrainer(model, settings)
-    rollouts = sampler and Rollouts(trainer, sampler, codec)
+    rollouts = None if sampler is None else Rollouts(trainer, sampler, codec)
     return OpenBase(trainer, codec, CaseJudge(model, codec, budget), model, budget, rollouts)

@@ -246,7 +246,7 @@ class RunningRun:
             warm_start=self._warm_start(),
             kept_dir=self._adapters.path,
             judge_dir=None if output.exists() else judging.judge_folder(run, folder),
-            rewards_dir=self._grading and self._grading.folder,
+            rewards_dir=None if self._grading is None else self._grading.folder,
         )
         if job.rewards_dir is not None:
             shutil.rmtree(job.rewards_dir, ignore_errors=True)

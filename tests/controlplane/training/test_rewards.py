@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,8 +102,8 @@ class _Kills:
     def grade(self, run: Any, grader: Any, samples: Sequence[Any]) -> Any:
         self.calls += 1
         if self.calls == self.at:
-            for pid in trainers():
-                os.kill(pid, signal.SIGKILL)
+            for child in trainers():
+                child.kill()
         return run_graders.RunGrader().grade(run, grader, samples)
 
 
@@ -119,7 +117,7 @@ def test_a_row_without_what_the_grader_takes_is_named(acme: Party) -> None:
 class _Fails:
     """A grader that fails some times."""
 
-    def __init__(self, *errors: ApiError) -> None:
+    def __init__(self, *errors: Exception) -> None:
         self.errors, self.calls = list(errors), 0
 
     def grade(self, run: Any, grader: Any, samples: Sequence[Any]) -> Any:
@@ -139,6 +137,9 @@ def test_graders_are_asked_again_when_they_may_answer_later(
     run = trained(acme, max_steps=1, seed=1)
     assert (run.status, run.error) == ("failed", "There is no such judge.")
     assert run.error_param == "hyperparameters.grader"
+    fails.errors = [ZeroDivisionError()]  # a defect of ours
+    run = trained(acme, max_steps=1, seed=2)
+    assert (run.status, run.error_code) == ("failed", "server_error")
 
 
 def test_grading_has_a_limit_of_seconds(acme: Party) -> None:

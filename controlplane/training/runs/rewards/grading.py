@@ -29,6 +29,7 @@ from contract.training.rewards import (
 )
 from controlplane.errors import ApiError
 from controlplane.infra.hooks import Hook
+from controlplane.infra.outages import DATABASE_OUTAGE
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.datasets import contents
 from controlplane.training.models import TrainingRun
@@ -38,6 +39,7 @@ from controlplane.usage.limits import quotas
 log = logging.getLogger(__name__)
 
 REWARDS = "rewards"
+_FIELD = "hyperparameters.grader"
 #: Answers of a step that are shown, and the most characters of each.
 SHOWN, MAX_SHOWN_CHARS = 3, 300
 #: Pauses before graders are asked again that could not answer, in seconds.
@@ -83,14 +85,12 @@ class Grading:
     def __init__(self, run: TrainingRun, folder: Path) -> None:
         self._run, self.folder = run, folder / REWARDS
         self._grader: dict[str, Any] = run.hyperparameters.get("grader") or {}
-        self._rows = {
-            False: _Rows(folder / "dataset.jsonl"),
-            True: _Rows(folder / "validation.jsonl" if run.validation_sha256 else None),
-        }
-        self._rows[True] = self._rows[True] if run.validation_sha256 else self._rows[False]
+        self._rows = self._held_out = _Rows(folder / "dataset.jsonl")
+        if run.validation_sha256:
+            self._held_out = _Rows(folder / "validation.jsonl")
         self._thread = ThreadPoolExecutor(1, "grading")
         self._work: Future[None] | None = None
-        self._is_closed = False
+        self._is_closed = self._is_shown = False
         self.shown: list[dict[str, Any]] = []
         self.seconds = float(run.progress.get("grading_s") or 0)
         self.problems: list[str] = []
@@ -103,7 +103,16 @@ class Grading:
         """Raise TrainingFailed if the answers cannot be graded."""
         if self._work is not None and self._work.done():
             work, self._work = self._work, None
-            work.result()
+            try:
+                work.result()
+            except TrainingFailed:
+                raise
+            except Exception as error:  # the trainer would wait for ever
+                log.exception("grading failed", extra={"run_id": str(self._run.pk)})
+                raise TrainingFailed(
+                    "The server failed as it graded answers: send the operator the run's id.",
+                    code="server_error",
+                ) from error
 
     def close(self) -> None:
         self._is_closed = True
@@ -114,7 +123,7 @@ class Grading:
         try:
             with tenant_scope(self._run.tenant_id):
                 asked = read_answers(path)
-                rows = self._rows[asked.is_validation]
+                rows = self._held_out if asked.is_validation else self._rows
                 samples = [Sample(each.text, rows.item(each.line)) for each in asked.answers]
                 graded = self._ask(samples, began)
                 self._note(asked, graded)  # before the trainer, which then makes the step
@@ -128,28 +137,31 @@ class Grading:
     def _ask(self, samples: Sequence[Sample], began: float) -> Graded:
         """Ask the graders, again while they cannot answer and there is time."""
         (grader,) = graders()
-        most, pause = quotas.allowed("grading_seconds"), _FIRST_PAUSE_S
+        pause = _FIRST_PAUSE_S
         while True:
-            left = most - self.seconds - (time.monotonic() - began)
-            if left <= 0:
-                raise TrainingFailed(
-                    f"Grading took {most} seconds, your organization's limit for a run: take "
-                    "fewer samples, or a faster grader.",
-                    code="grading_too_long",
-                    field="hyperparameters.grader",
-                )
             try:
+                self._check_time(self.seconds + time.monotonic() - began)
+                self._is_shown = not contents.has_requests(self._run.dataset_sha256)
                 return grader.grade(self._run, self._grader, samples)
+            except DATABASE_OUTAGE as error:
+                log.warning("grading waits for the database: %r", error)
+                connection.close()
             except ApiError as error:
                 if error.status < 500 and error.status != 429:
-                    raise TrainingFailed(
-                        error.message,
-                        code=error.code or "bad_grader",
-                        field="hyperparameters.grader",
-                    ) from error
+                    code = error.code or "bad_grader"
+                    raise TrainingFailed(error.message, code=code, field=_FIELD) from error
                 log.warning("a grader is asked again: %s", error.message)
-            self._pause(min(pause, left))
+            self._pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _check_time(self, seconds: float) -> None:
+        if seconds >= (most := quotas.allowed("grading_seconds")):
+            raise TrainingFailed(
+                f"Grading took {most} seconds, your organization's limit for a run: take fewer "
+                "samples, or a faster grader.",
+                code="grading_too_long",
+                field=_FIELD,
+            )
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -161,7 +173,7 @@ class Grading:
     def _note(self, asked: Asked, graded: Graded) -> None:
         if graded.problem and graded.problem not in self.problems:
             self.problems.append(graded.problem)
-        if asked.is_validation or contents.has_requests(self._run.dataset_sha256):
+        if asked.is_validation or not self._is_shown:
             return
         pairs = list(zip(asked.answers, graded.rewards.rewards, strict=True))
         chosen = pairs[:: max(1, -(-len(pairs) // SHOWN))]
@@ -176,13 +188,12 @@ def _shown(answer: Answer, reward: float) -> dict[str, Any]:
 class _Rows:
     """The rows of a file, by their lines' numbers."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._starts = array("Q")
 
     def item(self, line: int) -> dict[str, Any]:
         """Return all fields of a row. Raises ValueError, OSError."""
-        assert self._path is not None
         with self._path.open("rb") as file:
             if not self._starts:
                 self._starts.append(0)
