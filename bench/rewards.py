@@ -2,8 +2,8 @@
 
     python -m bench.rewards --base .cache/base/smollm2-135m-instruct [--seeds 3]
 
-`python -m worker.base_model --out=.cache/base` makes the base. A prompt is a line of an invoice,
-and the answer ought to be a JSON object with three fields and nothing else. The reward is a quarter for
+`python -m worker.base_model --out=.cache/base` makes the base. A prompt is a line of an invoice.
+The answer ought to be a JSON object with three fields and nothing else. The reward is a quarter for
 an object with exactly these fields, half for the share of right values, and the rest for the
 likeness to the right text, so that answers without any JSON differ. Held-out prompts have other
 items. Each seed draws the prompts, trains a run of `worker.train`, and is in

@@ -82,10 +82,10 @@ def open_base(
     device.limit_gpu_memory(share)
     codec = load_codec(folder)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    config, dtype = ModelConfig.from_folder(folder), device.training_dtype()
     samples = any(named.job.hyperparameters.samples for named in jobs)
-    if samples and kind == "cpu":
-        dtype = torch.float32  # in which an engine is fast there
+    # On a CPU an engine is fast in float32 alone.
+    dtype = torch.float32 if samples and kind == "cpu" else device.training_dtype()
+    config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, kind, dtype)
     budget = token_budget or _TOKENS[kind]
     most = max_runs or _RUNS[kind]
