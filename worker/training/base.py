@@ -75,8 +75,7 @@ def open_base(
     Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
     cannot be trained with.
     """
-    threads = [named.job.num_threads for named in jobs if named.job.num_threads is not None]
-    if threads:
+    if threads := [named.job.num_threads for named in jobs if named.job.num_threads is not None]:
         torch.set_num_threads(max(threads))
     share = min((named.job.gpu_share or 1.0 for named in jobs), default=1.0)
     device.limit_gpu_memory(share)
