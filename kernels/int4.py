@@ -17,8 +17,14 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 #: Numbers in one int32: the first is in the lowest bits.
 PACKED = 8
 
-# Rows of x up to which the weight is unpacked inside the product.
-_FEW_ROWS = 128
+# Rows of x up to which the weight is unpacked inside the product, and of a weight that is not wide.
+_FEW_ROWS, _SOME_ROWS = 64, 128
+
+# Height from which on programs of 64 rows fill a GPU.
+_TALL = 1 << 14
+
+#: The bits of 1.0 in fp32.
+_ONE = 127 << 23
 
 #: The least columns of a group that the product of few rows has a block of.
 _LEAST_BLOCK = 16
@@ -52,9 +58,7 @@ class Int4Matrix:
 
     def rows(self, low: int, high: int) -> Int4Matrix:
         """Return the rows from `low` to before `high`; they share this one's memory."""
-        return Int4Matrix(
-            self.packed[low:high], self.scale[:, low:high], self.zero[:, low:high]
-        )
+        return Int4Matrix(self.packed[low:high], self.scale[:, low:high], self.zero[:, low:high])
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """-> [N, K], computed in fp32 and rounded once to `dtype`"""
@@ -87,15 +91,19 @@ def int4_dense_ref(weight: Int4Matrix) -> torch.Tensor:
 
 
 @jit()
-def _value(half, place: tl.constexpr, zero, scale):
-    """Return the weights of the numbers at one of the lower places of `half`: rows, words.
+def _values(word, one, zero, scale):
+    """Return the weights of the numbers in bits 12 to 15 of each word, and of those in 16 to 19.
 
-    A number becomes fp32 without a conversion, which a card does at a quarter of the speed, and
-    without a shift: as some of the last bits of 2^23 + number * 16^place.
+    A number n becomes fp32 without a conversion, which a card does at a quarter of the speed: as
+    the last bits of 2^11 + n, and of 2^7 + n. Both it and the zero are multiplied exactly.
+
+    one  the bits of 1.0, which a kernel is given, since of two constants the compiler would make
+         two operations: one takes the number's bits, one adds the exponent's
     """
-    UNIT: tl.constexpr = 16**place
-    number = ((half & (15 * UNIT)) | 0x4B000000).to(tl.float32, bitcast=True)
-    return (number - (8388608.0 + zero * UNIT)[:, None]) * (scale / UNIT)[:, None]
+    low = ((word & 0xF000) | (one + (11 << 23))).to(tl.float32, bitcast=True)
+    high = ((word & 0xF0000) | (one + (7 << 23))).to(tl.float32, bitcast=True)
+    low = low * scale[:, None] - ((zero + 2048.0) * scale)[:, None]
+    return low, high * scale[:, None] - ((zero + 128.0) * scale)[:, None]
 
 
 @jit()
@@ -108,21 +116,22 @@ def _load_scales(scale_ptr, zero_ptr, n, start, height, width, stride, GROUP: tl
 
 
 @jit()
-def _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, BLOCK_K: tl.constexpr):
+def _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, one, BLOCK_K: tl.constexpr):
     """Load [BLOCK_N, BLOCK_K] of the weight in fp32: rows n, columns from `start` on.
 
     The eight numbers of a word stay in the thread that loaded it.
     """
-    word = start // 8 + tl.arange(0, BLOCK_K // 8)
-    mask = (n < height)[:, None] & (word < num_packed)[None, :]
+    place = start // 8 + tl.arange(0, BLOCK_K // 8)
+    mask = (n < height)[:, None] & (place < num_packed)[None, :]
     rows = packed_ptr + n.to(tl.int64)[:, None] * num_packed
-    packed = tl.load(rows + word[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
-    high = packed >> 16
-    evens = tl.join(_value(packed, 0, zero, scale), _value(high, 0, zero, scale))
-    evens = tl.join(evens, tl.join(_value(packed, 2, zero, scale), _value(high, 2, zero, scale)))
-    odds = tl.join(_value(packed, 1, zero, scale), _value(high, 1, zero, scale))
-    odds = tl.join(odds, tl.join(_value(packed, 3, zero, scale), _value(high, 3, zero, scale)))
-    return tl.reshape(tl.join(evens, odds), (n.shape[0], BLOCK_K))
+    word = tl.load(rows + place[None, :], mask=mask, other=0)
+    n0, n1 = _values(word << 12, one, zero, scale)
+    n2, n3 = _values(word << 4, one, zero, scale)
+    n4, n5 = _values(word >> 4, one, zero, scale)
+    n6, n7 = _values(word >> 12, one, zero, scale)
+    even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
+    odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
+    return tl.reshape(tl.join(even, odd), (n.shape[0], BLOCK_K))
 
 
 @jit()
@@ -135,6 +144,7 @@ def _dense_kernel(
     width,
     num_packed,
     stride,
+    one,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -143,7 +153,7 @@ def _dense_kernel(
     start = tl.program_id(1) * BLOCK_K
     k = start + tl.arange(0, BLOCK_K)
     scale, zero = _load_scales(scale_ptr, zero_ptr, n, start, height, width, stride, GROUP)
-    weight = _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, BLOCK_K)
+    weight = _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, one, BLOCK_K)
     out_ptrs = out_ptr + n.to(tl.int64)[:, None] * width + k[None, :]
     mask = (n < height)[:, None] & (k < width)[None, :]
     tl.store(out_ptrs, weight.to(out_ptr.dtype.element_ty), mask=mask)
@@ -168,6 +178,7 @@ def int4_dense_triton(weight: Int4Matrix, dtype: torch.dtype) -> torch.Tensor:
         width=width,
         num_packed=weight.packed.shape[1],
         stride=weight.scale.stride(0),
+        one=_ONE,
         GROUP=weight.group,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -188,6 +199,7 @@ def _few_rows_kernel(
     width,
     num_packed,
     stride,
+    one,
     GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,7 +214,7 @@ def _few_rows_kernel(
     # Scales are loaded one block ahead: loads as small as theirs are not pipelined.
     scale, zero = _load_scales(scale_ptr, zero_ptr, n, 0, height, width, stride, GROUP)
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
-        weight = _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, BLOCK_K)
+        weight = _load_weight(packed_ptr, n, start, height, num_packed, scale, zero, one, BLOCK_K)
         after = start + BLOCK_K
         scale, zero = _load_scales(scale_ptr, zero_ptr, n, after, height, width, stride, GROUP)
         k = start + tl.arange(0, BLOCK_K)
@@ -215,20 +227,28 @@ def _few_rows_kernel(
     )
 
 
+def _tile(block_t: int, height: int) -> tuple[int, int, int]:
+    """Return (rows of the weight, warps, stages) of a program; measured on an H200 (8B shape)."""
+    if block_t == 128:
+        return 64, 4, 3
+    if block_t == 64:
+        return (128, 8, 3) if height >= _TALL else (64, 8, 4)
+    return (64 if height >= _TALL else 32), 4, 4
+
+
 def int4_few_rows_triton(
     x: torch.Tensor,
     weight: Int4Matrix,
     *,
-    block_n: int = 64,
-    block_k: int = 128,
-    block_t: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 4,
+    block_n: int = 0,
+    block_k: int = 0,
 ) -> torch.Tensor:
     """x [T, K] contiguous -> x W^T [T, N]; each weight is rounded to x's type."""
     num_tokens, (height, width) = x.shape[0], weight.shape
     out = torch.empty(num_tokens, height, dtype=x.dtype, device=x.device)
-    block_t = min(block_t, max(16, next_power_of_2(num_tokens)))
+    block_t = min(128, max(16, next_power_of_2(num_tokens)))
+    rows, num_warps, num_stages = _tile(block_t, height)
+    block_n, block_k = block_n or rows, block_k or 256 // x.element_size()
     _few_rows_kernel[(ceil_div(height, block_n), ceil_div(num_tokens, block_t))](
         x_ptr=x,
         packed_ptr=weight.packed,
@@ -240,6 +260,7 @@ def int4_few_rows_triton(
         width=width,
         num_packed=weight.packed.shape[1],
         stride=weight.scale.stride(0),
+        one=_ONE,
         GROUP=weight.group,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
@@ -254,7 +275,9 @@ def int4_linear(
     x: torch.Tensor, weight: Int4Matrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [T, K] -> x W^T + b [T, N]"""
-    if use_triton(x) and x.shape[0] <= _FEW_ROWS and _block(weight, _LEAST_BLOCK) == _LEAST_BLOCK:
+    height, width = weight.shape
+    few = _SOME_ROWS if height >= width else _FEW_ROWS
+    if use_triton(x) and x.shape[0] <= few and _block(weight, _LEAST_BLOCK) == _LEAST_BLOCK:
         out = int4_few_rows_triton(x, weight)
         return out if bias is None else out.add_(bias)
     return functional.linear(x, weight.dense(x.dtype), bias)
