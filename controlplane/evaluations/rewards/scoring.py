@@ -12,7 +12,7 @@ from django.conf import settings
 
 from contract.grading.templates import Missing, filled, sample_of
 from contract.grading.text_metrics import similarity
-from controlplane.errors import Unavailable
+from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.evaluations import checks
 from controlplane.infra import sealed_child
 from controlplane.training.runs.rewards.grading import Sample
@@ -128,6 +128,11 @@ def _python(source: str, samples: Sequence[Sample], cpu_s: int) -> Scores:
 
 def _read(answer: Mapping[str, Any], number: int) -> Scores:
     """Read a sealed process's answer, which is a stranger's. Raises Broken."""
+    if answer.get("refused") is True:
+        raise InvalidRequest(
+            "Graders of type python do not run here, because the trainer's kernel has no seccomp: "
+            "take another type."
+        )
     scores, error = answer.get("scores"), answer.get("error")
     if not isinstance(scores, list) or len(scores) != number or not isinstance(error, str):
         raise sealed_child.Broken("its answer has another form")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from contract.grading import python_process
 from controlplane.errors import ApiError, InvalidRequest
 from controlplane.evaluations import asking, judge
 from controlplane.evaluations.rewards import scoring
@@ -86,6 +87,13 @@ def test_what_a_source_may_not_do_costs_its_samples_alone(
     assert found.rewards.rewards == [1, 1, 0]
     assert found.rewards.figures == {"grader_errors": 1}
     assert told in found.problem, found.problem
+
+
+def test_without_seccomp_no_source_runs() -> None:
+    assert python_process._may_signal()
+    found = python_process.grade_samples({"source": "raise SystemExit"}, [])
+    with pytest.raises(InvalidRequest, match="has no seccomp"):
+        scoring._read(found, 3)
 
 
 def test_a_source_that_does_not_load_gives_nothing() -> None:
