@@ -177,6 +177,7 @@ def test_rewards_come_by_files(tmp_path: Path) -> None:
     write_rewards(tmp_path, asked, Rewards([0.5, 1], {"reward_a": 0.75}))
     assert take_rewards(tmp_path, asked) == Rewards([0.5, 1.0], {"reward_a": 0.75})
     assert list(tmp_path.iterdir()) == []
+    wrong: Any
     for wrong in (
         {"rewards": [1]}, {"rewards": [1, "x"], "figures": {}}, {"rewards": [1, 2]}, [],
         {"rewards": [1, float("nan")], "figures": {}},

@@ -13,6 +13,7 @@ from controlplane.errors import ApiError, InvalidRequest
 from controlplane.evaluations import asking, judge
 from controlplane.evaluations.rewards import scoring
 from controlplane.evaluations.rewards.grading import RunGrader
+from controlplane.infra.outbound import outbound
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.runs.rewards.grading import Graded, Sample
 from tests.controlplane.conftest import Party
@@ -113,7 +114,7 @@ def strict(acme: Party, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list
             return json.dumps({"choices": [{"message": {"content": answer}}]}).encode()
 
         monkeypatch.setattr(judge, "_called", called)
-        monkeypatch.setattr(judge.outbound, "check", lambda url: None)
+        monkeypatch.setattr(outbound, "check", lambda url: None)
         with tenant_scope(acme.tenant.id):
             judge.judge_set(
                 name="strict",
