@@ -249,12 +249,12 @@ class PinnedPrefixes:
     @property
     def num_pages(self) -> int:
         """Return the number of pages that are held now; each counts once."""
-        return len({page for pin in self._pins.values() for page in pin.pages})
+        return self._prefixes.count({page for pin in self._pins.values() for page in pin.pages})
 
     @property
     def num_lasting_pages(self) -> int:
         """Return the same without pages that are held only for kept prefixes."""
-        return len({page for pin in self._lasting for page in pin.pages})
+        return self._prefixes.count({page for pin in self._lasting for page in pin.pages})
 
     @property
     def _lasting(self) -> list[_Pin]:

@@ -12,7 +12,8 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 from engine.memory.page_pool import PagePool
 
@@ -59,23 +60,30 @@ class PageKeys:
 class PrefixCache:
     """Owns one reference to every page that it can find again.
 
+    With a page it may keep the state of gated delta nets behind the page's tokens, which lies in
+    pages of its own: it is evicted with the page. Where there are states, a prefix ends with one.
+
     A page that only the cache refers to is *idle*; `evict` frees idle pages, the least recently
     used first. Pages that requests read are shared with them and stay.
 
     is_enabled  False: the cache keeps and finds nothing
+    has_states  whether the model has states
     """
 
-    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
-        self._pool, self.is_enabled = pool, is_enabled
+    def __init__(
+        self, pool: PagePool, *, is_enabled: bool = True, has_states: bool = False
+    ) -> None:
+        self._pool, self.is_enabled, self._has_states = pool, is_enabled, has_states
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._state_of: dict[int, list[int]] = {}
         # page -> when it was last used, by the pool's time; least recently used first
         self._idle: OrderedDict[int, int] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
         """Return the number of pages that `evict` could free."""
-        return len(self._idle)
+        return self.count(self._idle)
 
     @property
     def oldest_use(self) -> int | None:
@@ -84,16 +92,43 @@ class PrefixCache:
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
         """Share the pages of the longest known prefix of `keys` with the caller."""
-        pages = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
+        pages = [self._page_of[key] for key in keys[: self.count_known(keys)]]
+        while self._has_states and pages and pages[-1] not in self._state_of:
+            pages.pop()
         self._pool.share(pages)
         for page in pages:
             self._idle.pop(page, None)
         return pages
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first keys have a page."""
+        return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
+
+    def state_of(self, page: int) -> list[int]:
+        """Return the pages of the state behind a page's tokens; they stay as long as the page."""
+        return self._state_of[page]
+
+    def keep_state(self, key: bytes, page: int, state: list[int]) -> bool:
+        """Keep the state behind the caller's full page, and the page, unless a state is known.
+
+        Who reads the state has the page, too: so an idle page's state is idle.
+        """
+        known = self._page_of.get(key)
+        if known in self._state_of:
+            return False
+        if known is not None and known != page:
+            self._idle.pop(known, None)
+            del self._page_of[self._key_of.pop(known)]
+            self._pool.release((known,))
+        self.add(key, page)
+        self._pool.share(state)
+        self._state_of[page] = state
+        return True
+
+    def count(self, pages: Collection[int]) -> int:
+        """Return the number of these pages and of those of their states."""
+        states = (len(state) for page, state in self._state_of.items() if page in pages)
+        return len(pages) + sum(states)
 
     def add(self, key: bytes, page: int) -> None:
         """Keep the caller's full page, unless a page with the same KV is known."""
@@ -128,14 +163,15 @@ class PrefixCache:
     def evict_page(self, page: int) -> None:
         """Free an idle page; those behind it in its prefix are not found any more."""
         del self._idle[page], self._page_of[self._key_of.pop(page)]
-        self._pool.release((page,))
+        self._pool.release((page, *self._state_of.pop(page, ())))
 
     def owned_pages(self) -> list[int]:
         """Return the cache's references, for `PagePool.check_integrity`."""
-        return list(self._key_of)
+        return [*self._key_of, *chain.from_iterable(self._state_of.values())]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless keys, pages and references agree."""
         assert self._page_of == {key: page for page, key in self._key_of.items()}
+        assert self._state_of.keys() <= self._key_of.keys()
         idle = {page for page in self._key_of if self._pool.num_references(page) == 1}
         assert idle == self._idle.keys(), "a page is idle and read, or neither"

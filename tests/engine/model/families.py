@@ -135,6 +135,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("cohere2", {"sliding_window": 11, "layer_types": MIXED, "logit_scale": 0.5}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": THETA,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
 }
 #: Of a model that sees images.
 WITH_IMAGES = {
@@ -149,6 +170,13 @@ VISION = {
 FUSED = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
+}
+#: Further modules of a family, which take adapters where these of Llama's do.
+BESIDE = {
+    "qwen3_5_text": {
+        "k_proj": ("in_proj_qkv", "in_proj_a"),
+        "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
+    }
 }
 COMMON = {
     "vocab_size": 257,
@@ -169,7 +197,9 @@ def targets(name: str, linears: list[str]) -> list[str]:
     """The modules of a family that are these of Llama's."""
     fused = FUSED.get(FAMILIES[name][0], {})
     names = {part: module for module, parts in fused.items() for part in parts}
-    return list(dict.fromkeys(names.get(linear, linear) for linear in linears))
+    beside = BESIDE.get(FAMILIES[name][0], {})
+    found = (module for linear in linears for module in (linear, *beside.get(linear, ())))
+    return list(dict.fromkeys(names.get(module, module) for module in found))
 
 
 def save_with_images(folder: Path, name: str) -> Path:
@@ -196,7 +226,9 @@ def _save(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
         if parameter.dim() == 1:
             parameter.data = 0.5 + torch.rand_like(parameter)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
+        if parameter_name.endswith("A_log"):  # states last long, so that it shows what they hold
+            parameter.data = -4 * torch.rand_like(parameter)
+        elif parameter_name.endswith("bias"):
             parameter.data = torch.randn_like(parameter) * 0.5
     model.save_pretrained(folder)
     save_tokenizer(folder)

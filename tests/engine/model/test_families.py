@@ -267,7 +267,8 @@ def test_the_text_of_a_model_with_images(tmp_path: Path, name: str) -> None:
 
 # Where every layer has a window, requests hold less.
 @pytest.mark.parametrize(
-    ("name", "num_pages"), [("mistral", 15), ("qwen2-sliding", 22), ("qwen3-yarn", 22)]
+    ("name", "num_pages"),
+    [("mistral", 15), ("qwen2-sliding", 22), ("qwen3-yarn", 22), ("qwen3_5", 48)],
 )
 def test_preemption(make_oracle: MakeOracle, name: str, num_pages: int) -> None:
     oracle = make_oracle(name)
