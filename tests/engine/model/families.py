@@ -161,10 +161,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
     "mistral3": ("mistral", {"image_token_index": 250}),
+    "qwen3_5": ("qwen3_5", {"image_token_id": 250, "video_token_id": 251}),
 }
+_VISION_TYPES = {
+    "gemma3": "siglip_vision_model", "mistral3": "pixtral", "qwen3_5": "qwen3_5_vision",
+}  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 16, "patch_size": 4,
+    "image_size": 16, "patch_size": 4, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
 }  # fmt: skip
 #: Families whose modules have these names in the place of Llama's.
 FUSED = {
@@ -206,7 +210,7 @@ def save_with_images(folder: Path, name: str) -> Path:
     """A model folder of WITH_IMAGES, whose text model is random as in `save_family`."""
     text, fields = WITH_IMAGES[name]
     model_type, own = FAMILIES[text.removesuffix("-images")]
-    vision = {"model_type": "siglip_vision_model" if name == "gemma3" else "pixtral", **VISION}
+    vision = {"model_type": _VISION_TYPES[name], **VISION}
     inner = {**COMMON, "model_type": model_type, **own}
     return _save(folder, name, {**fields, "text_config": inner, "vision_config": vision})
 
