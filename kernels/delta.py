@@ -6,7 +6,8 @@ each token changes its head's state S [key width, value width] to
     exp(g) S + k u,    u = beta (v - exp(g) S^T k),    and reads S^T q
 
 q, k and v come out of a convolution over the last few tokens. A chunk's u are found together: they
-solve a triangular system (arXiv:2406.06484). All is plain torch, in fp32, and differentiable.
+solve a triangular system (arXiv:2406.06484). All is plain torch, in
+fp32 at least, and differentiable.
 """
 
 from __future__ import annotations
@@ -110,26 +111,28 @@ def delta_net(
     eps     of the norm
     -> [B, T, value_size] and the memory behind them
     """
-    mixed, gate, rates, decays = packed.float().split(shape.widths, -1)
+    wide = torch.promote_types(packed.dtype, torch.float32)
+    kernel, rate, shift, norm = (each.to(wide) for each in weights)
+    mixed, gate, rates, decays = packed.to(wide).split(shape.widths, -1)
     before = torch.cat((state.window, mixed), 1)
-    kernel = weights.convolution.float()[:, None]
-    mixed = functional.conv1d(before.transpose(1, 2), kernel, groups=len(kernel)).transpose(1, 2)
-    heads = functional.silu(mixed).split((shape.key_size, shape.key_size, shape.value_size), -1)
+    mixed = functional.conv1d(before.transpose(1, 2), kernel[:, None], groups=len(kernel))
+    sizes = shape.key_size, shape.key_size, shape.value_size
+    heads = functional.silu(mixed.transpose(1, 2)).split(sizes, -1)
     q, k, v = (
         part.unflatten(-1, (-1, width))
         for part, width in zip(heads, (shape.key_dim, shape.key_dim, shape.value_dim), strict=True)
     )
-    decay = functional.softplus(decays + weights.shift.float()) * -weights.rate.float().exp()
+    decay = functional.softplus(decays + shift) * -rate.exp()
     read, matrix = gated_delta(
         _unit(q) * shape.key_dim**-0.5, _unit(k), v, decay, rates.sigmoid(), state.matrix
     )
-    read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + eps) * weights.norm.float()
+    read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + eps) * norm
     out = read * functional.silu(gate.unflatten(-1, (-1, shape.value_dim)))
     window = before[:, packed.shape[1] :]
     return out.flatten(2).to(packed.dtype), DeltaState(window, matrix)
 
 
-def gated_delta(
+def gated_delta_ref(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -146,7 +149,27 @@ def gated_delta(
     -> what is read [B, T, num_values, value_dim], and the state behind the last token
     """
     q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], 2) for each in (q, k))
-    parts = []
+    reads = []
+    for t in range(v.shape[1]):
+        state = state * decay[:, t, :, None, None].exp()
+        known = (state * k[:, t, :, :, None]).sum(-2)
+        change = rate[:, t, :, None] * (v[:, t] - known)
+        state = state + k[:, t, :, :, None] * change[:, :, None]
+        reads.append((state * q[:, t, :, :, None]).sum(-2))
+    return torch.stack(reads, 1), state
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `gated_delta_ref`, but for the order of sums."""
+    q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], 2) for each in (q, k))
+    state, parts = state.to(v.dtype), []
     pieces = (each.transpose(1, 2).split(_CHUNK, 2) for each in (q, k, v, decay, rate))
     for chunk in zip(*pieces, strict=True):
         read, state = _chunk(*chunk, state)

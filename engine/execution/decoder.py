@@ -34,6 +34,7 @@ from kernels import (
     silu_mul,
 )
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
+from kernels.gates import split_gates
 from kernels.lora.adjust import lora_adjust
 from kernels.lora.apply import lora_expand, lora_shrink
 from kernels.lora.vocab import lora_embed, lora_head
@@ -231,15 +232,6 @@ def add_norm(
         return total, total
     centred = total - total.mean(-1, keepdim=True) if plan.is_centred else total
     return rms_norm(centred, weight, plan.eps), total
-
-
-def split_gates(
-    qkv: torch.Tensor, num_heads: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of qkv [T, (H + 2 K) D] and of the gates [T, H D] behind each head's q."""
-    both, rest = qkv.split((2 * num_heads * head_dim, qkv.shape[1] - 2 * num_heads * head_dim), 1)
-    q, gate = both.view(len(qkv), num_heads, 2, head_dim).unbind(2)
-    return torch.cat((q.flatten(1), rest), 1), gate.flatten(1)
 
 
 class DecoderLayer:

@@ -112,6 +112,7 @@ class BatchTrainer:
         size = request.settings.rows_per_example
         request.rows.check(self._model.config, size)
         layout = AdapterLayout(self._model.config, request.settings)
+        layout.check_targets(self._model.config)
         if layout.size > self._spans.capacity:
             problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
             raise RunTooLarge(problem, param="rank")

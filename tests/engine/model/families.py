@@ -139,12 +139,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {
             "head_dim": 16,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
+            "linear_value_head_dim": 20,
             "linear_conv_kernel_dim": 3,
             "rms_norm_eps": 1e-3,
             "rope_parameters": {
@@ -231,7 +231,7 @@ def _save(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
             parameter.data = 0.5 + torch.rand_like(parameter)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("A_log"):  # states last long, so that it shows what they hold
-            parameter.data = -4 * torch.rand_like(parameter)
+            parameter.data = -3 * torch.rand_like(parameter)
         elif parameter_name.endswith("bias"):
             parameter.data = torch.randn_like(parameter) * 0.5
     model.save_pretrained(folder)
