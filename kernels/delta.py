@@ -113,13 +113,13 @@ def delta_net(
     """
     wide = torch.promote_types(packed.dtype, torch.float32)
     kernel, rate, shift, norm = (each.to(wide) for each in weights)
-    mixed, gate, rates, decays = packed.to(wide).split(shape.widths, -1)
+    mixed, gate, rates, decays = torch.split(packed.to(wide), list(shape.widths), -1)
     before = torch.cat((state.window, mixed), 1)
     mixed = functional.conv1d(before.transpose(1, 2), kernel[:, None], groups=len(kernel))
-    sizes = shape.key_size, shape.key_size, shape.value_size
-    heads = functional.silu(mixed.transpose(1, 2)).split(sizes, -1)
+    sizes = [shape.key_size, shape.key_size, shape.value_size]
+    heads = torch.split(functional.silu(mixed.transpose(1, 2)), sizes, -1)
     q, k, v = (
-        part.unflatten(-1, (-1, width))
+        part.reshape(*part.shape[:2], -1, width)
         for part, width in zip(heads, (shape.key_dim, shape.key_dim, shape.value_dim), strict=True)
     )
     decay = functional.softplus(decays + shift) * -rate.exp()
@@ -127,9 +127,9 @@ def delta_net(
         _unit(q) * shape.key_dim**-0.5, _unit(k), v, decay, rates.sigmoid(), state.matrix
     )
     read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + eps) * norm
-    out = read * functional.silu(gate.unflatten(-1, (-1, shape.value_dim)))
+    out = read.flatten(2) * functional.silu(gate)
     window = before[:, packed.shape[1] :]
-    return out.flatten(2).to(packed.dtype), DeltaState(window, matrix)
+    return out.to(packed.dtype), DeltaState(window, matrix)
 
 
 def gated_delta_ref(
@@ -170,20 +170,20 @@ def gated_delta(
     """As `gated_delta_ref`, but for the order of sums."""
     q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], 2) for each in (q, k))
     state, parts = state.to(v.dtype), []
-    pieces = (each.transpose(1, 2).split(_CHUNK, 2) for each in (q, k, v, decay, rate))
+    pieces = (torch.split(each.transpose(1, 2), _CHUNK, 2) for each in (q, k, v, decay, rate))
     for chunk in zip(*pieces, strict=True):
-        read, state = _chunk(*chunk, state)
+        read, state = _chunk(state, *chunk)
         parts.append(read)
     return torch.cat(parts, 2).transpose(1, 2), state
 
 
 def _chunk(
+    state: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     decay: torch.Tensor,
     rate: torch.Tensor,
-    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `gated_delta`, with heads before tokens: q [B, H, T, key_dim], decay [B, H, T]."""
     total = decay.cumsum(-1)

@@ -39,8 +39,8 @@ class DeltaStates:
         numbers = self._arena[pages[:, places]].flatten(1)[:, part]
         numbers = numbers.masked_fill(is_new[:, None], 0.0)
         window, matrix = self._shape.window, self._shape.matrix
-        parts = numbers.split((math.prod(window), math.prod(matrix)), 1)
-        return DeltaState(parts[0].unflatten(1, window), parts[1].unflatten(1, matrix))
+        parts = torch.split(numbers, [math.prod(window), math.prod(matrix)], 1)
+        return DeltaState(parts[0].reshape(-1, *window), parts[1].reshape(-1, *matrix))
 
     def _write(self, members: list[int], index: int, state: DeltaState) -> None:
         places, part = self._place(index)

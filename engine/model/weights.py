@@ -422,7 +422,7 @@ def _load_norm(
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}"
-    norms: dict[str, torch.Tensor | None] = {}
+    norms: dict[str, Any] = {}
     for place, name in config.plan.norms._asdict().items():
         norms[f"{place}_norm"] = (
             None if name is None else _load_norm(checkpoint, config, f"{prefix}.{name}", hidden)
@@ -466,9 +466,7 @@ def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> Del
     )
 
 
-def _load_mlp_biases(
-    checkpoint: TensorSource, config: ModelConfig, mlp: str
-) -> dict[str, torch.Tensor]:
+def _load_mlp_biases(checkpoint: TensorSource, config: ModelConfig, mlp: str) -> dict[str, Any]:
     if not config.mlp_bias:
         return {}
     inner = config.intermediate_size

@@ -156,7 +156,7 @@ def test_what_lies_in_sub_pages_is_found_there(rank: int) -> None:
     assert num_in_tail
     widths = SMOLLM2.projection_widths
     for entry, rows in enumerate(tiles.rows):
-        in_width, out_width = widths[entry % 7]
+        in_width, out_width = widths[entry % 8]
         for offsets, width in ((tiles.a_offset, in_width), (tiles.b_offset, out_width)):
             for offset, count in zip(offsets[entry].tolist(), rows.tolist(), strict=True):
                 if offset // layout.page_elems == tiles.num_pages - 1:
