@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.model import int4_bases
-from tests.engine.model.families import FAMILIES, save_family
+from tests.engine.model.families import ON_A_GPU, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import FamilyOracle, check, make_engine
 from tests.engine.model.test_fp8 import TOLERANCE, round_matrices, save_adapters
@@ -47,7 +47,7 @@ def play(oracle: FamilyOracle, **config: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", FAMILIES if DEVICE == "cuda" else [pytest.param("llama-biases"), "qwen3-sliding"]
+    "name", ON_A_GPU if DEVICE == "cuda" else [pytest.param("llama-biases"), "qwen3-sliding"]
 )
 def test_a_base_quantised_at_load(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_each_format(tmp_path: Path, name: str) -> None:
     play(oracle, model_dir=tmp_path / "fp8")
 
 
-@pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else ["mistral"])
+@pytest.mark.parametrize("name", ON_A_GPU if DEVICE == "cuda" else ["mistral"])
 def test_keys_and_values_in_fp8(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)

@@ -157,6 +157,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+#: Those that a GPU serves, too.
+ON_A_GPU = [name for name, (model_type, _) in FAMILIES.items() if model_type != "qwen3_5_text"]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
