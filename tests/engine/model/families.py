@@ -202,9 +202,9 @@ COMMON = {
 
 def targets(base: Path, linears: list[str]) -> list[str]:
     """The modules of a base that are these of Llama's."""
-    fused = FUSED.get(json.loads((base / "config.json").read_text())["model_type"], {})
+    model_type = json.loads((base / "config.json").read_text())["model_type"]
+    fused, beside = FUSED.get(model_type, {}), BESIDE.get(model_type, {})
     names = {part: module for module, parts in fused.items() for part in parts}
-    beside = BESIDE.get(FAMILIES[name][0], {})
     found = (module for linear in linears for module in (linear, *beside.get(linear, ())))
     return list(dict.fromkeys(names.get(module, module) for module in found))
 
