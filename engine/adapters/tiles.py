@@ -101,14 +101,14 @@ class HeadMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
-    """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
+    """Entries `[L * 8, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
     Offsets count elements; -1: no tile.
 
     per_element     numbers of a tile in an element; more than 1: tiles are in E4M3
     tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
-    gain_offset     [L * 7] of DoRA's row factors minus one; None: no projection has one
-    shift_offset    [L * 7] of vectors to add; None: no projection has one
+    gain_offset     [L * 8] of DoRA's row factors minus one; None: no projection has one
+    shift_offset    [L * 8] of vectors to add; None: no projection has one
     embedding, head  None: the adapter has no LoRA there
     new_embedding, new_head  None: it replaces no rows there
     draft_heads     in their order; none where they are not used
@@ -286,8 +286,7 @@ def place_tiles(
     end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
     page_elems = layout.page_elems
-    widest = max(max(widths) for widths in model.projection_widths)
-    tile_rows = min(TILE_ROWS, page_elems // widest)
+    tile_rows = min(TILE_ROWS, page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
     shape = (num_entries, num_tiles)
