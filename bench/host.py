@@ -188,6 +188,9 @@ class HostBench:
         adapter = save_random_adapter(folder / "adapter", model, rank=16, seed=0)
         for i in range(num_requests):
             self.engine.register_adapter(f"{i:064x}", adapter)
+            self.engine.prefetch(f"{i:064x}", to_arena=True)
+        while self.engine.has_work():
+            self.engine.step()
         self.engine.prepare_grammars().result()
 
     def run(self, case: Case) -> tuple[list[dict[str, float]], float, str]:
