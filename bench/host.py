@@ -230,7 +230,7 @@ class HostBench:
                 found["step"], found["wall"] = cpu - found["device"], wall - times.wall
                 del found["device"]
                 steps.append({name: 1000 * seconds for name, seconds in found.items()})
-                num_tokens += len(outputs)
+                num_tokens += sum(len(output.token_ids) for output in outputs)
         digest = str(hash(tuple(tuple(answers[str(i)]) for i in range(count))))
         return steps, num_tokens / count / max(len(steps), 1), digest
 
