@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from engine.sampling.masks import Mask, MaskTree
 
-
 #: Number of a request's tokens after which the copy that its track goes back to is made again.
 _MAX_SINCE = 64
 
