@@ -443,7 +443,9 @@ class Engine:
             output = outputs.get(sequence)
             if output is None:
                 output = outputs[sequence] = sequence.output()
-            error = overflow_of(sequence) if sequence in overflowed else token.error
+            error = token.error
+            if overflowed and sequence in overflowed:
+                error = overflow_of(sequence)
             if error is not None:
                 self._requests.finish(sequence, FinishReason.ERROR, error, output)
             else:

@@ -59,7 +59,8 @@ class Matcher:
     @property
     def inner(self) -> Any:
         """llguidance's, at this place; not to be moved."""
-        return self.track.here()
+        track = self.track
+        return track.here() if track.ahead else track.end
 
     @property
     def mask(self) -> Mask:
@@ -168,12 +169,13 @@ class Matcher:
         self.place = self.tree.behind(self.place, token_id)
         track = self.track
         self._mask = track.take(token_id) if self.error is None else None
-        if track.ahead:  # drafts have followed from here
+        # A matcher in error is stopped, too. Where drafts have followed, it is not.
+        if track.ahead or not track.end.is_stopped():
             return False
         if self._has_failed():
             assert self.error is not None
             raise self.error
-        return bool(track.end.is_stopped())
+        return True
 
     def _has_failed(self) -> bool:
         if self.error is None and self.track.has_failed():
