@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from engine.sampling.masks import Mask, MaskTree
 
-#: Number of a request's tokens after which the copy that its track goes back to is made again.
+#: Number of a request's tokens after which drafts make the copy of its matcher again.
 _MAX_SINCE = 64
 
 
@@ -30,7 +30,7 @@ class Track:
         self._has_begun = False  # whether drafts may have moved on since the request's last token
         self.ahead: list[int] = []
         self.masks: list[Mask | None] = []
-        self._start: Any = None  # a copy; None: no draft has moved on since the last was dropped
+        self._start: Any = None  # a copy; None: no draft has moved on yet
         self._since: list[int] = []  # the tokens that the request has taken since it was made
 
     def here(self, num_drafts: int = 0) -> Any:
@@ -46,12 +46,12 @@ class Track:
         """Let drafts move on from the request's place."""
         self.go_back()
         self._has_begun = True
-        if self._start is None:
+        if self._start is None or len(self._since) > _MAX_SINCE:
             self._start, self._since = self.end.deep_copy(), []
 
     def go_on(self, token_ids: SequenceOf[int]) -> bool:
         """Move on by drafts if all are legal; return whether they are."""
-        if self.end.is_stopped():
+        if not self._has_begun or self.end.is_stopped():
             return False
         count = self.end.try_consume_tokens(token_ids)
         self.ahead += token_ids[:count]
@@ -73,10 +73,7 @@ class Track:
             self.end.consume_token(token_id)
         if self._start is not None:
             self._since.append(token_id)
-        if not self.ahead:
-            self._has_begun = False
-            if len(self._since) > _MAX_SINCE:
-                self._start, self._since = None, []
+        self._has_begun = self._has_begun and bool(self.ahead)
         return mask
 
     def note_taken(self, token_id: int) -> None:

@@ -145,6 +145,7 @@ def test_a_draft_that_is_too_costly_costs_the_request_nothing(can_roll_back: boo
     track.take(1)
     assert not track.go_on((5, 6))
     assert not track.has_failed() and track.end.taken == (1,) and track.ahead == []
+    assert not track.go_on((2,)), "it went on from another place than that of the drafts before"
     track.take(7)
     assert track.end.taken == (1, 7) and not track.has_failed()
     track.take(8)
