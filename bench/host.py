@@ -14,6 +14,7 @@ bench/results/host.json.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -192,6 +193,8 @@ class HostBench:
         while self.engine.has_work():
             self.engine.step()
         self.engine.prepare_grammars().result()
+        gc.collect()
+        gc.freeze()  # as a worker does
 
     def run(self, case: Case) -> tuple[list[dict[str, float]], float, str]:
         """Return the milliseconds of each step, tokens a step and request, and a digest."""

@@ -155,7 +155,8 @@ def test_a_draft_that_is_too_costly_costs_the_request_nothing(can_roll_back: boo
 
 @pytest.mark.parametrize("can_roll_back", [True, False])
 def test_a_request_of_any_length_leaves_its_drafts(can_roll_back: bool) -> None:
-    track, taken = Track(Costly(1000, can_roll_back=can_roll_back)), []
+    track = Track(Costly(1000, can_roll_back=can_roll_back))
+    taken: list[int] = []
     for number in range(300):
         track.begin()
         assert track.go_on((number, -1, -2))
