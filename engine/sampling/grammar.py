@@ -169,13 +169,12 @@ class Matcher:
         self.place = self.tree.behind(self.place, token_id)
         track = self.track
         self._mask = track.take(token_id) if self.error is None else None
-        # A matcher in error is stopped, too. Where drafts have followed, it is not.
-        if track.ahead or not track.end.is_stopped():
+        if track.ahead:  # drafts have followed from here
             return False
         if self._has_failed():
             assert self.error is not None
             raise self.error
-        return True
+        return bool(track.end.is_stopped())
 
     def _has_failed(self) -> bool:
         if self.error is None and self.track.has_failed():
