@@ -90,6 +90,9 @@ class BaseShape:
         gated = queries * (1 + facts.is_gated)
         widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
         mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
+        if facts.has_experts:
+            mlp = []
+        linears = *QKV, *O, *(MLP if mlp else ())
         delta_layers = facts.delta_layers(config)
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
@@ -101,7 +104,7 @@ class BaseShape:
             biased=facts.biased(config),
             fuses=facts.fuses,
             has_images=has_images(outer) or facts.is_seen,
-            linears=dict(zip((*QKV, *O, *MLP), widths + mlp, strict=True)),
+            linears=dict(zip(linears, widths + mlp, strict=True)),
             delta_linears=dict(
                 zip((DELTA_OUT, *DELTA_IN, *MLP), _delta_widths(config, hidden) + mlp, strict=True)
             )

@@ -50,6 +50,7 @@ class Facts:
     fuses     linears that the family has as one, side by side: QKV, or gate and up
     is_gated  whether q_proj has a gate beside each head's q
     is_seen   whether checkpoints and adapters may have the names of the model with images
+    has_experts  some layers have experts in the place of one MLP: adapters change attention alone
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
     """
@@ -60,6 +61,7 @@ class Facts:
     fuses: tuple[tuple[str, ...], ...] = ()
     is_gated: bool = False
     is_seen: bool = False
+    has_experts: bool = False
     delta_interval: int | None = None
     biases: tuple[Bias, ...] = ()
 
@@ -155,6 +157,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "qwen3_moe": Facts(has_experts=True, biases=(_ATTENTION,)),
 }
 
 #: model_type of a model that sees images -> that of its text model where text_config does not say.

@@ -118,7 +118,10 @@ class ModelConfig:
 
     def linears(self, layer: int) -> Mapping[str, int]:
         """Return a layer's linears, in the model's order -> their `kernels.Projection`."""
-        return _DELTA_LINEARS if layer in self.plan.delta_layers else _LINEARS
+        linears = _DELTA_LINEARS if layer in self.plan.delta_layers else _LINEARS
+        if self.plan.experts is None:
+            return linears
+        return {name: place for name, place in linears.items() if name not in MLP}
 
     @property
     def num_kv_layers(self) -> int:

@@ -25,6 +25,7 @@ from engine.model.config import ModelConfig
 from engine.model.int4_tensors import read_int4
 from engine.model.quantization import Fp8Scheme, Int4Scheme
 from kernels.delta import DeltaShape, DeltaWeights
+from kernels.experts import ExpertShape
 from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
 from kernels.fp8_groups import GROUP
 from kernels.int4 import Int4Matrix
@@ -61,7 +62,8 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
 class LayerWeights:
     """One decoder layer; matrices are [out, in].
 
-    A gated delta net has its `in_proj` in the place of q, k and v.
+    A gated delta net has its `in_proj` in the place of q, k and v. Experts' matrices lie one below
+    another: X [2 I, E] as gate_up, X [E, I] as down.
     """
 
     attention_norm: torch.Tensor | None  # [E]
@@ -78,6 +80,7 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
     delta: DeltaWeights | None = None
+    router: torch.Tensor | None = None  # [X, E], of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,13 +452,33 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             "o": fuse(O, (hidden,), config.q_size),
             **_load_attention_extras(checkpoint, config, f"{prefix}.self_attn"),
         }
-    return LayerWeights(
-        gate_up=fuse(GATE_UP, (inner, inner), hidden),
-        down=fuse(MLP[2:], (hidden,), inner),
-        **mixer,
-        **norms,
-        **_load_mlp_biases(checkpoint, config, f"{prefix}.mlp"),
-    )
+    if config.plan.experts is not None and index in config.plan.expert_layers:
+        mlp = _load_experts(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
+    else:
+        mlp = {
+            "gate_up": fuse(GATE_UP, (inner, inner), hidden),
+            "down": fuse(MLP[2:], (hidden,), inner),
+            **_load_mlp_biases(checkpoint, config, f"{prefix}.mlp"),
+        }
+    return LayerWeights(**mixer, **norms, **mlp)
+
+
+def _load_experts(
+    checkpoint: TensorSource, prefix: str, hidden: int, shape: ExpertShape
+) -> dict[str, Any]:
+    """Return the experts' matrices, which a checkpoint has in two tensors or one by one."""
+    num, inner, experts = shape.num, shape.inner, f"{prefix}.experts"
+    if checkpoint.has(f"{experts}.gate_up_proj"):
+        stacked = checkpoint.load(f"{experts}.gate_up_proj", num, 2 * inner, hidden)
+        gate_up: Matrix = stacked.flatten(0, 1)
+        down: Matrix = checkpoint.load(f"{experts}.down_proj", num, hidden, inner).flatten(0, 1)
+    else:
+        both = [f"{experts}.{i}.{n}_proj.weight" for i in range(num) for n in ("gate", "up")]
+        gate_up = checkpoint.fuse(tuple(both), (inner,) * len(both), hidden)
+        downs = tuple(f"{experts}.{i}.down_proj.weight" for i in range(num))
+        down = checkpoint.fuse(downs, (hidden,) * num, inner)
+    router = checkpoint.load(f"{prefix}.gate.weight", num, hidden)
+    return {"gate_up": gate_up, "down": down, "router": router}
 
 
 def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> DeltaWeights:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.rope import LayerRopes
-from engine.model.weights import LayerWeights, Weights
+from engine.model.weights import LayerWeights, Weights, dense
 from engine.training.packer import MicroBatch
+from kernels.experts import ExpertShape, expert_mlp
 from kernels.training import (
     DeltaHeads,
     GatedHeads,
@@ -29,6 +31,7 @@ from kernels.training import (
     answer_loss,
     attention_sublayer,
     mlp_sublayer,
+    rms_norm,
 )
 
 
@@ -51,9 +54,10 @@ class TrainingModel:
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         device = weights.embedding.device
-        if config.plan.delta is not None and device.type != "cpu":
+        if config.plan.on_a_cpu_alone and device.type != "cpu":
             raise UnsupportedModel(
-                "adapters over gated delta nets are trained on a CPU alone: use one",
+                f"adapters of models with {config.plan.on_a_cpu_alone} are trained on a CPU alone: "
+                "use one",
                 param="device",
             )
         self._rope = LayerRopes(
@@ -161,6 +165,8 @@ class TrainingModel:
             keep=keep,
             out_norm=self._norm(layer.attention_out_norm),
         )
+        if layer.router is not None:
+            return self._through_experts(attended, layer, keep)
         both = mlp_sublayer(
             hidden if plan.is_parallel else attended,
             self._norm(layer.attention_norm if plan.is_parallel else layer.mlp_norm),
@@ -173,6 +179,23 @@ class TrainingModel:
             is_gelu=plan.is_gelu,
         )
         return attended + both - hidden if plan.is_parallel else both
+
+    def _through_experts(
+        self, hidden: torch.Tensor, layer: LayerWeights, keep: bool
+    ) -> torch.Tensor:
+        """hidden [T, E] -> hidden + what experts, which have no adapters, make of its norm."""
+        plan, router, weight = self.config.plan, layer.router, layer.mlp_norm
+        assert plan.experts is not None and router is not None and weight is not None
+        gate_up, down = (dense(each, hidden.dtype) for each in (layer.gate_up, layer.down))
+
+        def add(hidden: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
+            normed = rms_norm(hidden, weight, plan.eps)
+            return hidden + expert_mlp(normed, router, gate_up, down, shape)
+
+        if keep:
+            return add(hidden, plan.experts)
+        again: torch.Tensor = checkpoint(add, hidden, plan.experts, use_reentrant=False)
+        return again
 
     def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
         plan = self.config.plan

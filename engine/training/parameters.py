@@ -139,7 +139,11 @@ class AdapterLayout:
         names = {linear.rpartition(".")[2] for i in layers for linear in config.linears(i)}
         for name in self._settings.target_modules:
             if name not in names:
-                raise RunRefused(f"no layer of the base has {name}", param="target_modules")
+                raise RunRefused(
+                    f"no layer of the base has a linear {name} that takes adapters: name some of "
+                    f"{', '.join(sorted(names))}",
+                    param="target_modules",
+                )
 
     def tensors(self, pool: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
         """Return A and B of every module by PEFT's names, as views of a pool's span at `first`."""

@@ -156,9 +156,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "qwen3_moe-sliding": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
 }
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name, (model_type, _) in FAMILIES.items() if model_type != "qwen3_5_text"]
+ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
@@ -173,7 +198,7 @@ VISION = {
     "image_size": 16, "patch_size": 4, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
 }  # fmt: skip
 #: Families whose modules have these names in the place of Llama's.
-FUSED = {
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
 }
@@ -184,6 +209,8 @@ BESIDE = {
         "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
     }
 }
+#: Families of which adapters change attention alone.
+WITH_EXPERTS = ("qwen3_moe",)
 COMMON = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -201,6 +228,8 @@ COMMON = {
 
 def targets(name: str, linears: list[str]) -> list[str]:
     """The modules of a family that are these of Llama's."""
+    if FAMILIES[name][0] in WITH_EXPERTS:
+        linears = [each for each in linears if each not in ("gate_proj", "up_proj", "down_proj")]
     fused = FUSED.get(FAMILIES[name][0], {})
     names = {part: module for module, parts in fused.items() for part in parts}
     beside = BESIDE.get(FAMILIES[name][0], {})

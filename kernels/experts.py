@@ -1,0 +1,62 @@
+"""Experts: the MLPs of a layer of which a router chooses a few for each token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from kernels.silu_mul import silu_mul_ref
+
+
+class ExpertShape(NamedTuple):
+    """The shape of a layer's experts.
+
+    num        experts of a layer
+    chosen     of them, those that a token goes through
+    inner      the width of each
+    is_normed  whether the chosen ones' shares are divided by their sum
+    """
+
+    num: int
+    chosen: int
+    inner: int
+    is_normed: bool = False
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, shape: ExpertShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, E], router [X, E] -> the chosen experts' shares, like x, and which they are, [T, C]."""
+    scores = linear(x, router)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    shares, chosen = scores.softmax(-1, dtype=wide).topk(shape.chosen)
+    if shape.is_normed:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares.to(x.dtype), chosen
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shape: ExpertShape,
+) -> torch.Tensor:
+    """x [T, E] -> the sum of what the chosen experts make of it, by their shares, [T, E].
+
+    The tokens are sorted by expert, so that each matrix is read once. Differentiable in x.
+
+    router  [X, E]
+    gate_up, down  of all experts, one below another: [X 2 I, E], [X E, I]
+    """
+    shares, chosen = route(x, router, shape)
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // shape.chosen
+    counts = chosen.flatten().bincount(minlength=shape.num).tolist()
+    both, downs = gate_up.view(shape.num, -1, x.shape[1]), down.view(shape.num, -1, shape.inner)
+    groups = zip(torch.split(x[tokens], counts), both, downs, strict=True)
+    made = [linear(silu_mul_ref(linear(rows, w)), d) for rows, w, d in groups if len(rows)]
+    weighted = torch.cat(made) * shares.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, tokens, weighted)
