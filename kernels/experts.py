@@ -1,4 +1,4 @@
-"""Experts: the MLPs of a layer of which a router chooses a few for each token."""
+"""Experts: many MLPs in a layer, among which a router chooses a few for each token."""
 
 from __future__ import annotations
 

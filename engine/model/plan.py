@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def on_a_cpu_alone(self) -> str:
-        """Return what of the layers has no kernels for a GPU; empty: nothing."""
+        """Return the part of the layers without kernels for a GPU; empty: there is none."""
         if self.delta is not None:
             return "gated delta nets"
         return "" if self.experts is None else "experts"
