@@ -71,7 +71,7 @@ class DeltaShape(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer has beside its linears.
+    """A layer's tensors beside its linears.
 
     convolution  [channels, kernel]
     rate         [num_values] log of the decay's factor

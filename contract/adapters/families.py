@@ -13,7 +13,7 @@ from typing import Any
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 O = ("self_attn.o_proj",)  # noqa: E741
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-#: Of a gated delta net, which some layers have in the place of attention.
+#: Linears of a gated delta net, which some layers have in the place of attention.
 DELTA_OUT = "linear_attn.out_proj"
 DELTA_IN = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
 #: Fields of config.json behind "linear_" -> what they are where it does not say.
@@ -24,7 +24,7 @@ DELTA_SIZES = {
     "value_head_dim": 128,
     "conv_kernel_dim": 4,
 }
-#: In `layer_types`.
+#: Name of such a layer in `layer_types`.
 DELTA = "linear_attention"
 
 
@@ -162,7 +162,7 @@ FAMILIES = {
 
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-# Of these, the one whose last matrix is the embedding only where config.json says so.
+# The one of these whose last matrix is the embedding only where config.json says so.
 _UNTIED = "qwen3_5"
 
 

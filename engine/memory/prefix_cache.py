@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from engine.memory.page_pool import PagePool
@@ -61,7 +61,8 @@ class PrefixCache:
     """Owns one reference to every page that it can find again.
 
     With a page it may keep the state of gated delta nets behind the page's tokens, which lies in
-    pages of its own: it is evicted with the page. Where there are states, a prefix ends with one.
+    pages of its own: it is evicted with the page or before it. Where there are states, a prefix
+    ends with one.
 
     A page that only the cache refers to is *idle*; `evict` frees idle pages, the least recently
     used first. Pages that requests read are shared with them and stay.
@@ -76,14 +77,19 @@ class PrefixCache:
         self._pool, self.is_enabled, self._has_states = pool, is_enabled, has_states
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._state_of: dict[int, list[int]] = {}
-        # page -> when it was last used, by the pool's time; least recently used first
+        self._state_of: dict[int, list[int]] = {}  # page -> pages of the state behind it
+        self._page_before: dict[int, int] = {}  # the first of these -> page
+        # page, or first page of a state -> when it was last used, by the pool's time; least
+        # recently used first
         self._idle: OrderedDict[int, int] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
         """Return the number of pages that `evict` could free."""
-        return self.count(self._idle)
+        states = (
+            self._state_of[self._page_before[i]] for i in self._page_before if i in self._idle
+        )
+        return len(self._idle) + sum(len(state) - 1 for state in states)
 
     @property
     def oldest_use(self) -> int | None:
@@ -104,9 +110,13 @@ class PrefixCache:
         """Return how many of the first keys have a page."""
         return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
 
-    def state_of(self, page: int) -> list[int]:
-        """Return the pages of the state behind a page's tokens; they stay as long as the page."""
-        return self._state_of[page]
+    def take_state(self, pages: Sequence[int]) -> list[int]:
+        """Share the state behind these pages, which were taken, with the caller; empty: none is."""
+        state = self._state_of.get(pages[-1], []) if pages else []
+        self._pool.share(state)
+        for page in state[:1]:
+            self._idle.pop(page, None)
+        return state
 
     def keep_state(self, key: bytes, page: int, state: list[int]) -> bool:
         """Keep the state behind the caller's full page, and the page, unless a state is known.
@@ -122,13 +132,8 @@ class PrefixCache:
             self._pool.release((known,))
         self.add(key, page)
         self._pool.share(state)
-        self._state_of[page] = state
+        self._state_of[page], self._page_before[state[0]] = state, page
         return True
-
-    def count(self, pages: Collection[int]) -> int:
-        """Return the number of these pages and of those of their states."""
-        states = (len(state) for page, state in self._state_of.items() if page in pages)
-        return len(pages) + sum(states)
 
     def add(self, key: bytes, page: int) -> None:
         """Keep the caller's full page, unless a page with the same KV is known."""
@@ -144,7 +149,8 @@ class PrefixCache:
         """
         self._pool.release(pages)
         for page in reversed(pages):
-            if page in self._key_of and self._pool.num_references(page) == 1:
+            is_known = page in self._key_of or page in self._page_before
+            if is_known and self._pool.num_references(page) == 1:
                 self._idle[page] = self._pool.time
 
     def evict(self, num_pages: int) -> None:
@@ -161,9 +167,15 @@ class PrefixCache:
         return page in self._idle
 
     def evict_page(self, page: int) -> None:
-        """Free an idle page; those behind it in its prefix are not found any more."""
-        del self._idle[page], self._page_of[self._key_of.pop(page)]
-        self._pool.release((page, *self._state_of.pop(page, ())))
+        """Free an idle page or state; what is behind it in its prefix is not found any more."""
+        del self._idle[page]
+        if page in self._page_before:
+            self._pool.release(self._state_of.pop(self._page_before.pop(page)))
+            return
+        if page in self._state_of:
+            self.evict_page(self._state_of[page][0])
+        del self._page_of[self._key_of.pop(page)]
+        self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:
         """Return the cache's references, for `PagePool.check_integrity`."""
@@ -173,5 +185,7 @@ class PrefixCache:
         """Raise AssertionError unless keys, pages and references agree."""
         assert self._page_of == {key: page for page, key in self._key_of.items()}
         assert self._state_of.keys() <= self._key_of.keys()
-        idle = {page for page in self._key_of if self._pool.num_references(page) == 1}
+        assert self._page_before == {state[0]: page for page, state in self._state_of.items()}
+        known = (*self._key_of, *self._page_before)
+        idle = {page for page in known if self._pool.num_references(page) == 1}
         assert idle == self._idle.keys(), "a page is idle and read, or neither"

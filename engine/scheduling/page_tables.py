@@ -89,6 +89,7 @@ class PageTables:
             num_full = min(num_full, wanted.num_known // self._page_size)
         pages = self._prefixes.take(self._keys(sequence, num_full))
         if self._num_state:
+            sequence.state_before = self._prefixes.take_state(pages)
             return pages
         num_common = min(num_full, sequence.num_prompt // self._page_size)
         if len(pages) < num_common:
@@ -104,8 +105,10 @@ class PageTables:
         self._prefixes.release(pages[:first])
         return [0] * first + pages[first:]
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, sequence: Sequence, pages: list[int]) -> None:
         """Undo `find`."""
+        self._prefixes.release(sequence.state_before)
+        sequence.state_before = []
         self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
 
     def start(self, sequence: Sequence, pages: list[int]) -> None:
@@ -120,14 +123,11 @@ class PageTables:
                 sibling.num_cached = sequence.num_computed
 
     def _start_state(self, sequence: Sequence) -> None:
-        """Share the state that was found behind the sequence's pages; take room for its own.
+        """Take room for the sequence's own state.
 
         Its steps will end where a state is worth keeping: at the last full pages of its prompt, and
         where it leaves a prefix that is known but has no state.
         """
-        pages = sequence.page_table
-        sequence.state_before = self._prefixes.state_of(pages[-1]) if pages else []
-        self._pool.share(sequence.state_before)
         sequence.state = self._pool.take(self._num_state, PageUse.KV)
         if self._prefixes.is_enabled:
             num_full = (sequence.num_tokens - 1) // self._page_size
@@ -152,7 +152,7 @@ class PageTables:
     def clear(self, sequence: Sequence) -> None:
         """Release the pages of a sequence that runs no longer."""
         self._prefixes.release(sequence.pages)
-        self._pool.release(sequence.state_pages)
+        self._prefixes.release(sequence.state_pages)
         sequence.state = sequence.state_before = []
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
@@ -188,7 +188,7 @@ class PageTables:
         copied.
         """
         if sequence.state_before is not sequence.state:
-            self._pool.release(sequence.state_before)
+            self._prefixes.release(sequence.state_before)
             sequence.state_before = sequence.state
         if sequence.num_computed not in sequence.borders or not sequence.num_computed:
             return

@@ -163,7 +163,7 @@ class Scheduler:
         if sequence.is_running:
             return sequence.num_uncomputed
         pages = self.tables.find(sequence)
-        self.tables.give_back(pages)
+        self.tables.give_back(sequence, pages)
         return sequence.num_tokens - len(pages) * self._page_size
 
     def check_integrity(self) -> None:
@@ -378,7 +378,7 @@ class Scheduler:
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
-                self.tables.give_back(pages)
+                self.tables.give_back(sequence, pages)
                 if not self.running and self._is_all_there_is():
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False

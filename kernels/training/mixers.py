@@ -1,4 +1,4 @@
-"""What mixes a layer's tokens in training beside plain attention; see `Mixer`."""
+"""Mixers of training beside plain attention; see `kernels.training.sublayers.Mixer`."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Heads:
 
 
 class Mixer(Protocol):
-    """What mixes the tokens of a row: attention (`Heads`), or something in its place."""
+    """Mixes the tokens of a row: attention (`Heads`), or something in its place."""
 
     def attend(self, packed: torch.Tensor, rows: Rows) -> Any:
         """Mix packed [T, in], as projected.
