@@ -17,12 +17,27 @@ class ExpertShape(NamedTuple):
     chosen     of them, those that a token goes through
     inner      the width of each
     is_normed  whether the chosen ones' shares are divided by their sum
+    has_shared  whether all tokens go through one more MLP
     """
 
     num: int
     chosen: int
     inner: int
     is_normed: bool = False
+    has_shared: bool = False
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's router and experts.
+
+    shared_gate  of the MLP through which all tokens go, too: the sigmoid of its product is that
+                 MLP's share; None: there is none
+    """
+
+    router: torch.Tensor  # [X, E]
+    gate_up: torch.Tensor  # [X, 2 I, E]
+    down: torch.Tensor  # [X, E, I]
+    shared_gate: torch.Tensor | None = None  # [1, E]
 
 
 def route(
@@ -37,26 +52,16 @@ def route(
     return shares.to(x.dtype), chosen
 
 
-def expert_mlp(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    shape: ExpertShape,
-) -> torch.Tensor:
+def expert_mlp(x: torch.Tensor, weights: ExpertWeights, shape: ExpertShape) -> torch.Tensor:
     """x [T, E] -> the sum of what the chosen experts make of it, by their shares, [T, E].
 
     The tokens are sorted by expert, so that each matrix is read once. Differentiable in x.
-
-    router  [X, E]
-    gate_up, down  of all experts, one below another: [X 2 I, E], [X E, I]
     """
-    shares, chosen = route(x, router, shape)
+    shares, chosen = route(x, weights.router, shape)
     order = chosen.flatten().argsort(stable=True)
     tokens = order // shape.chosen
     counts = chosen.flatten().bincount(minlength=shape.num).tolist()
-    both, downs = gate_up.view(shape.num, -1, x.shape[1]), down.view(shape.num, -1, shape.inner)
-    groups = zip(torch.split(x[tokens], counts), both, downs, strict=True)
+    groups = zip(torch.split(x[tokens], counts), weights.gate_up, weights.down, strict=True)
     made = [linear(silu_mul_ref(linear(rows, w)), d) for rows, w, d in groups if len(rows)]
     weighted = torch.cat(made) * shares.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, tokens, weighted)

@@ -255,7 +255,9 @@ class DecoderLayer:
         self._qkv = make(weights.qkv, weights.qkv_bias)
         self._o = make(weights.o, weights.o_bias)
         self._linears = {"qkv": self._qkv, "o": self._o}
-        if weights.router is None:
+        experts = weights.experts
+        self._has_mlp = experts is None or experts.shared_gate is not None
+        if self._has_mlp:
             self._gate_up = make(weights.gate_up, weights.gate_up_bias)
             self._down = make(weights.down, weights.down_bias)
             self._linears |= {"gate_up": self._gate_up, "down": self._down}
@@ -337,10 +339,17 @@ class DecoderLayer:
             part.copy_(rms_norm_ref(part.flatten(1), own, eps).view(part.shape))
 
     def _mlp(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
-        index, weights, experts = self._index, self._weights, self._config.plan.experts
-        if experts is not None and weights.router is not None:
-            gate_up, down = (dense(each, x.dtype) for each in (weights.gate_up, weights.down))
-            return expert_mlp(x, weights.router, gate_up, down, experts)
+        experts, shape = self._weights.experts, self._config.plan.experts
+        if experts is None or shape is None:
+            return self._dense(x, adapters)
+        out = expert_mlp(x, experts, shape)
+        if experts.shared_gate is not None:
+            share = functional.linear(x, experts.shared_gate).sigmoid()
+            out = out + share * self._dense(x, adapters)
+        return out
+
+    def _dense(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
+        index = self._index
         gate_up = self._gate_up(x)
         if adapters is not None:
             adapters.add(x, gate_up, index, GATE_UP, self._gate_up_offsets)

@@ -52,7 +52,7 @@ class Plan:
                      shape; None: there are none
     delta_layers     which they are
     experts          of the layers that have them in the place of one MLP, the shape; None: there
-                     are none. Adapters then change attention alone
+                     are none
     expert_layers    which they are
     unread           beginnings of the names of tensors that are not read
     max_positions    the context, if it is less than config.json's; None: it is not

@@ -57,7 +57,7 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         mixer = max(mixer, 4 * (6 * mixed + 6 * values + _DELTA_TABLES * plan.delta.num_values))
     mlp, experts = 2 * config.intermediate_size, plan.experts
     if experts is not None:  # autograd's graph, of each expert that a token goes through
-        mlp = max(mlp, experts.chosen * (3 * experts.inner + config.hidden_size) + 2 * experts.num)
+        mlp += experts.chosen * (3 * experts.inner + config.hidden_size) + 2 * experts.num
     return mixer + dtype.itemsize * mlp
 
 

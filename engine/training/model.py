@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.rope import LayerRopes
-from engine.model.weights import LayerWeights, Weights, dense
+from engine.model.weights import LayerWeights, Weights
 from engine.training.packer import MicroBatch
-from kernels.experts import ExpertShape, expert_mlp
+from kernels.experts import ExpertWeights, expert_mlp
 from kernels.training import (
     DeltaHeads,
     GatedHeads,
@@ -165,8 +165,9 @@ class TrainingModel:
             keep=keep,
             out_norm=self._norm(layer.attention_out_norm),
         )
-        if layer.router is not None:
-            return self._through_experts(attended, layer, keep)
+        experts = layer.experts
+        if experts is not None and experts.shared_gate is None:
+            return attended + self._of_experts(attended, layer, experts, keep)
         both = mlp_sublayer(
             hidden if plan.is_parallel else attended,
             self._norm(layer.attention_norm if plan.is_parallel else layer.mlp_norm),
@@ -178,24 +179,36 @@ class TrainingModel:
             out_norm=self._norm(layer.mlp_out_norm),
             is_gelu=plan.is_gelu,
         )
+        if experts is not None:
+            share = self._share(attended, layer, experts)
+            return attended.lerp(both, share) + self._of_experts(attended, layer, experts, keep)
         return attended + both - hidden if plan.is_parallel else both
 
-    def _through_experts(
-        self, hidden: torch.Tensor, layer: LayerWeights, keep: bool
+    def _of_experts(
+        self, hidden: torch.Tensor, layer: LayerWeights, experts: ExpertWeights, keep: bool
     ) -> torch.Tensor:
-        """hidden [T, E] -> hidden + what experts, which have no adapters, make of its norm."""
-        plan, router, weight = self.config.plan, layer.router, layer.mlp_norm
-        assert plan.experts is not None and router is not None and weight is not None
-        gate_up, down = (dense(each, hidden.dtype) for each in (layer.gate_up, layer.down))
+        """hidden [T, E] -> what experts, which have no adapters, make of its norm, by autograd"""
+        shape = self.config.plan.experts
+        assert shape is not None
 
-        def add(hidden: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
-            normed = rms_norm(hidden, weight, plan.eps)
-            return hidden + expert_mlp(normed, router, gate_up, down, shape)
+        def through(hidden: torch.Tensor) -> torch.Tensor:
+            return expert_mlp(self._mlp_norm(hidden, layer), experts, shape)
 
         if keep:
-            return add(hidden, plan.experts)
-        again: torch.Tensor = checkpoint(add, hidden, plan.experts, use_reentrant=False)
-        return again
+            return through(hidden)
+        out: torch.Tensor = checkpoint(through, hidden, use_reentrant=False)
+        return out
+
+    def _share(
+        self, hidden: torch.Tensor, layer: LayerWeights, experts: ExpertWeights
+    ) -> torch.Tensor:
+        """Return the share [T, 1] of the MLP that stands beside experts."""
+        assert experts.shared_gate is not None
+        return functional.linear(self._mlp_norm(hidden, layer), experts.shared_gate).sigmoid()
+
+    def _mlp_norm(self, hidden: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        assert layer.mlp_norm is not None
+        return rms_norm(hidden, layer.mlp_norm, self.config.plan.eps)
 
     def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
         plan = self.config.plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from kernels.experts import ExpertShape, expert_mlp
+from kernels.experts import ExpertShape, ExpertWeights, expert_mlp
 
 
 def experts_ref(
@@ -46,7 +46,8 @@ def test_groups_are_single_experts_one_after_another(
     x, *weights = (torch.randn(size, dtype=torch.float64) for size in sizes)
     x.requires_grad_()
     router, gate_up, down = weights
-    found, wanted = (make(x, router, gate_up, down, shape) for make in (expert_mlp, experts_ref))
+    stacked = ExpertWeights(router, gate_up.view(num, 12, 10), down.view(num, 10, 6))
+    found, wanted = expert_mlp(x, stacked, shape), experts_ref(x, router, gate_up, down, shape)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(wanted)
     gradients = [torch.autograd.grad(out, x, seed)[0] for out in (found, wanted)]

@@ -22,6 +22,7 @@ from engine.model.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     seed_oss,
     smollm3,
@@ -48,4 +49,5 @@ PLANS: dict[str, Callable[[Fields], Plan]] = {
     "cohere2": cohere2.read_plan,
     "qwen3_5_text": qwen3_5.read_plan,
     "qwen3_moe": qwen3_moe.read_plan,
+    "qwen3_5_moe_text": qwen3_5_moe.read_plan,
 }

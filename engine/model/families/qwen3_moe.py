@@ -12,22 +12,29 @@ _NUM, _CHOSEN, _INNER = 128, 8, 768
 
 
 def read_plan(fields: Fields) -> Plan:
-    for name in ("max_window_layers", "router_aux_loss_coef", "sliding_window"):
+    for name in ("max_window_layers", "sliding_window"):
         fields.take(name)
-    fields.expect("output_router_logits", False)  # it adds to the loss that is trained
     fields.expect("quantization_config", None)
     return Plan(
         eps=fields.epsilon(),
         rotations=fields.rotations(),
         windows=fields.one_window(_WINDOW) if fields.flag("use_sliding_window") else (),
         qk_norm="head",
-        experts=_shape(fields),
+        experts=read_experts(fields, _NUM, _INNER)._replace(
+            is_normed=fields.flag("norm_topk_prob")
+        ),
         expert_layers=_layers(fields),
     )
 
 
-def _shape(fields: Fields) -> ExpertShape:
-    num = fields.size("num_experts", fields.size("num_local_experts", _NUM))
+def read_experts(fields: Fields, num: int, inner: int) -> ExpertShape:
+    """Read the experts' shape.
+
+    num, inner  where config.json has none
+    """
+    fields.take("router_aux_loss_coef")
+    fields.expect("output_router_logits", False)  # it adds to the loss that is trained
+    num = fields.size("num_experts", fields.size("num_local_experts", num))
     fields.expect("num_local_experts", num)
     chosen = fields.size("num_experts_per_tok", _CHOSEN)
     if chosen > num:
@@ -35,8 +42,7 @@ def _shape(fields: Fields) -> ExpertShape:
             f"config.json: num_experts_per_tok is {chosen}, and there are {num} experts",
             param="num_experts_per_tok",
         )
-    inner = fields.size("moe_intermediate_size", _INNER)
-    return ExpertShape(num, chosen, inner, fields.flag("norm_topk_prob"))
+    return ExpertShape(num, chosen, fields.size("moe_intermediate_size", inner))
 
 
 def _layers(fields: Fields) -> tuple[int, ...]:

@@ -182,6 +182,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FAMILIES["qwen3_5_moe"] = (
+    "qwen3_5_moe_text",
+    {
+        **FAMILIES["qwen3_5"][1],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 56,
+    },
+)
 #: Those that a GPU serves, too.
 ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
 #: Of a model that sees images.
@@ -189,9 +199,11 @@ WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
     "mistral3": ("mistral", {"image_token_index": 250}),
     "qwen3_5": ("qwen3_5", {"image_token_id": 250, "video_token_id": 251}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"image_token_id": 250, "video_token_id": 251}),
 }
 _VISION_TYPES = {
     "gemma3": "siglip_vision_model", "mistral3": "pixtral", "qwen3_5": "qwen3_5_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision",
 }  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -203,12 +215,11 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
 }
 #: Further modules of a family, which take adapters where these of Llama's do.
-BESIDE = {
-    "qwen3_5_text": {
-        "k_proj": ("in_proj_qkv", "in_proj_a"),
-        "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
-    }
+_OF_DELTA = {
+    "k_proj": ("in_proj_qkv", "in_proj_a"),
+    "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
 }
+BESIDE = {"qwen3_5_text": _OF_DELTA, "qwen3_5_moe_text": _OF_DELTA}
 #: Families of which adapters change attention alone.
 WITH_EXPERTS = ("qwen3_moe",)
 COMMON = {

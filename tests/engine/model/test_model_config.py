@@ -253,6 +253,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rotations": (None, None, None, Rotation(theta=1e7, share=0.25)), "q_rows": 8192,
         },
     ),
+    "qwen3.5-35b-a3b, shortened": (
+        {
+            "model_type": "qwen3_5_moe", "image_token_id": 248056, "tie_word_embeddings": False,
+            "text_config": {
+                "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+                "hidden_act": "silu", "hidden_size": 2048,
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                "mlp_only_layers": [], "moe_intermediate_size": 512,
+                "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1,
+                "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4,
+                "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+            },
+            "vision_config": {"depth": 27, "model_type": "qwen3_5_moe_vision"},
+        },
+        {
+            "experts": ExpertShape(256, 8, 512, is_normed=True, has_shared=True),
+            "expert_layers": (0, 1, 2, 3), "delta_layers": (0, 1, 2), "intermediate_size": 512,
+            "tie_embeddings": False, "max_positions": 32768,
+        },
+    ),
     "qwen3-30b-a3b": (
         {
             "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
@@ -448,6 +468,11 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("qwen3_moe", output_router_logits=True), "output_router_logits"),
         (config_of("qwen3_moe", num_shared_experts=8), "num_shared_experts"),
         (config_of("qwen3_moe", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob"),
+        (
+            config_of("qwen3_5_moe", shared_expert_intermediate_size=0),
+            "shared_expert_intermediate_size",
+        ),
         ({"model_type": "gemma3"}, "text_config"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, "text_config"),
         ({"model_type": "gemma3", "text_config": {}, "audio_config": {"a": 1}}, "audio_config"),
@@ -592,8 +617,10 @@ def test_experts_are_stacked_in_a_checkpoint_or_apart(tmp_path: Path) -> None:
     save_file(tensors, file)
     stacked = load_weights(base, config, "cpu", torch.float32)
     for one, other in zip(apart.layers, stacked.layers, strict=True):
-        for matrix in ("gate_up", "down"):
-            assert torch.equal(getattr(one, matrix), getattr(other, matrix))
+        if one.experts is not None and other.experts is not None:
+            assert torch.equal(one.experts.gate_up, other.experts.gate_up)
+            assert torch.equal(one.experts.down, other.experts.down)
+    assert [layer.experts is None for layer in stacked.layers] == [False, True, False]
     name = "model.layers.2.mlp.experts.down_proj"
     save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, file)
     with pytest.raises(UnsupportedModel) as raised:
