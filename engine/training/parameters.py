@@ -15,7 +15,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
-from engine.training.run import RunSettings
+from engine.training.run import LINEARS, RunSettings
 from kernels.lora.table import FUSED, Projection
 from kernels.training import SPAN, Placement, Pools
 
@@ -134,7 +134,12 @@ class AdapterLayout:
         self.size = -(-end // SPAN) * SPAN
 
     def check_targets(self, config: ModelConfig) -> None:
-        """Raise RunRefused for a target that no layer has."""
+        """Raise RunRefused for a target that no layer has, unless all of LINEARS are targets.
+
+        Those are the default, which means as many of them as the base has.
+        """
+        if set(LINEARS) <= set(self._settings.target_modules):
+            return
         layers = range(config.num_layers)
         names = {linear.rpartition(".")[2] for i in layers for linear in config.linears(i)}
         for name in self._settings.target_modules:
