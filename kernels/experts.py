@@ -59,9 +59,9 @@ def expert_mlp(x: torch.Tensor, weights: ExpertWeights, shape: ExpertShape) -> t
     """
     shares, chosen = route(x, weights.router, shape)
     order = chosen.flatten().argsort(stable=True)
-    tokens = order // shape.chosen
     counts = chosen.flatten().bincount(minlength=shape.num).tolist()
-    groups = zip(torch.split(x[tokens], counts), weights.gate_up, weights.down, strict=True)
-    made = [linear(silu_mul_ref(linear(rows, w)), d) for rows, w, d in groups if len(rows)]
-    weighted = torch.cat(made) * shares.flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, tokens, weighted)
+    rows = torch.split(x[order // shape.chosen], counts)
+    groups = zip(rows, weights.gate_up, weights.down, strict=True)
+    made = [linear(silu_mul_ref(linear(x, both)), down) for x, both, down in groups if len(x)]
+    back = order.argsort().view(-1, shape.chosen)
+    return (shares[:, None] @ torch.cat(made)[back])[:, 0]

@@ -18,7 +18,7 @@ from contract.training.job import RANGES
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 
-#: The linears that an adapter may change, in the order of `kernels.Projection` and of PEFT.
+#: Linears that an adapter may change.
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),

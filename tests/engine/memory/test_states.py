@@ -30,12 +30,10 @@ class Scene:
         self._base = base
         self._plain = self.engine(prefix_cache=False)
 
-    def engine(self, num_pages: int | None = None, **config: Any) -> Engine:
+    def engine(self, num_pages: int = 64, **config: Any) -> Engine:
         config = {"model_dir": self._base, **SMALL, **config}
-        if num_pages is not None:
-            page_bytes = EngineConfig(**config).page_bytes(ModelConfig.from_folder(self._base))
-            config["arena_bytes"] = num_pages * page_bytes
-        return Engine(EngineConfig(**config))
+        page_bytes = EngineConfig(**config).page_bytes(ModelConfig.from_folder(self._base))
+        return Engine(EngineConfig(**{**config, "arena_bytes": num_pages * page_bytes}))
 
     def ask(
         self, engine: Engine, prompts: list[list[int]], num_tokens: int = 8, **fields: Any
@@ -109,7 +107,7 @@ def test_small_arenas_give_the_same_answers(scene: Scene) -> None:
         scene.engine(num_pages=26, max_step_tokens=37),
         [prompt(30, 32), prompt(31, 50)],
     )
-    for round_ in range(6):
+    for round_ in range(3):
         lengths = torch.randint(1, 50, (5,), generator=generator).tolist()
         prompts = [
             commons[i % 2] + prompt(100 * round_ + i, length) for i, length in enumerate(lengths)

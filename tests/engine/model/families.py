@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,13 @@ COMMON = {
 }
 
 
-def targets(name: str, linears: list[str]) -> list[str]:
-    """The modules of a family that are these of Llama's."""
-    if FAMILIES[name][0] in WITH_EXPERTS:
+def targets(base: Path, linears: list[str]) -> list[str]:
+    """The modules of a base that are these of Llama's."""
+    family = json.loads((base / "config.json").read_text())["model_type"]
+    if family in WITH_EXPERTS:
         linears = [each for each in linears if each not in ("gate_proj", "up_proj", "down_proj")]
-    fused = FUSED.get(FAMILIES[name][0], {})
-    names = {part: module for module, parts in fused.items() for part in parts}
-    beside = BESIDE.get(FAMILIES[name][0], {})
+    names = {part: module for module, parts in FUSED.get(family, {}).items() for part in parts}
+    beside = BESIDE.get(family, {})
     found = (module for linear in linears for module in (linear, *beside.get(linear, ())))
     return list(dict.fromkeys(names.get(module, module) for module in found))
 

@@ -22,16 +22,15 @@ from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.weights import dense, load_weights
 from kernels.fp8 import quantize_tensor
-from tests.engine.conftest import save_adapter
 from tests.engine.model.families import save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
-    ADAPTERS,
     CASES,
     WIDE,
     FamilyOracle,
     check,
     make_engine,
+    save_adapters,
 )
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -44,13 +43,6 @@ TOLERANCE, MEAN_TOLERANCE = 0.3, 0.04
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
-
-
-def save_adapters(base: Path, folder: Path) -> dict[str, Path]:
-    return {
-        name: save_adapter(base, folder / name, seed, **config)
-        for seed, (name, config) in enumerate(ADAPTERS.items())
-    }
 
 
 @pytest.mark.parametrize(

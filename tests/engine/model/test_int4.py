@@ -19,7 +19,13 @@ from kernels.fp8 import quantize_matrix
 from tests.engine.model.families import save_family
 from tests.engine.model.fp8_bases import make_fp8
 from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
-from tests.engine.model.test_families import WIDE, FamilyOracle, check, make_engine
+from tests.engine.model.test_families import (
+    WIDE,
+    FamilyOracle,
+    check,
+    make_engine,
+    save_adapters,
+)
 from tests.engine.model.test_fp8 import (
     KINDS,
     MEAN_TOLERANCE,
@@ -28,7 +34,6 @@ from tests.engine.model.test_fp8 import (
     check_weights,
     edit,
     refused,
-    save_adapters,
 )
 
 

@@ -57,7 +57,7 @@ LOOSER = {"qwen3_5": 20, "qwen3_5_moe": 20}
 def test_each_run_is_the_one_that_peft_and_the_trainer_make(family: str, tmp_path: Path) -> None:
     folder, runs = save_family(tmp_path / family, family), eight_runs()
     for i, asked in enumerate(runs):
-        names = tuple(targets(family, list(asked.settings.target_modules))) or ("v_proj",)
+        names = tuple(targets(folder, list(asked.settings.target_modules))) or ("v_proj",)
         runs[i] = replace(asked, settings=replace(asked.settings, target_modules=names))
     together = train(make_trainer(load(folder)), runs)
     for asked in runs:
