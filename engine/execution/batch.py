@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from engine.execution.lora_table import Entries, EntryBuffers, EntryCache, LoraS
 from engine.execution.prompt_scores import Scores, plan_scores
 from engine.execution.uploads import upload
 from engine.memory.prefix_cache import AdapterKey
+from engine.model.delta_states import StatePages
 from engine.sequence import Row, Step
 from kernels import LoraBatch, LoraExtras, LoraTable
 
@@ -72,19 +72,6 @@ class Batch:
     scores: Scores | None = None
     delta: StatePages | None = None
     states: States | None = None
-
-
-class StatePages(NamedTuple):
-    """The pages of the states of a step's sequences.
-
-    read    [S, pages] int64
-    write   [S, pages] int64
-    is_new  [S] bool: nothing is computed yet; then what is read has no meaning
-    """
-
-    read: torch.Tensor
-    write: torch.Tensor
-    is_new: torch.Tensor
 
 
 class BatchBuilder:

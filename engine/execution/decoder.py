@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 from engine.execution.batch import Batch
-from engine.execution.delta_states import DeltaStates
 from engine.model.config import ModelConfig
+from engine.model.delta_states import DeltaStates
 from engine.model.plan import Plan
 from engine.model.rope import RopeTables
 from engine.model.weights import LayerWeights, Matrix, Weights, dense

@@ -21,7 +21,6 @@ from engine.execution.decoder import (
     PagedAttention,
     TiledAdapters,
 )
-from engine.execution.delta_states import DeltaStates
 from engine.execution.draft_heads import DraftHeads
 from engine.execution.gpu_runner import GpuRunner, Tokens
 from engine.execution.in_flight import InFlightStep
@@ -32,6 +31,7 @@ from engine.execution.precision_check import PrecisionCheck, precision_of
 from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
+from engine.model.delta_states import DeltaStates
 from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
@@ -199,7 +199,9 @@ class ModelRunner:
         """Return the logits [N, V] of the sampling rows; write the step's KV to the arena."""
         if self._gpu is not None:
             return self._gpu.run(batch)
-        states = None if batch.delta is None else DeltaStates(batch, self.arena, self._model)
+        states = None
+        if batch.delta is not None:
+            states = DeltaStates(batch.delta, batch.query_start, self.arena, self._model)
         return self._decoder(batch, self._attention(batch), self._adapters(batch), states)
 
     def _attention(self, batch: Batch) -> Attention:

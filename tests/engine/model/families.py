@@ -240,11 +240,11 @@ COMMON = {
 
 def targets(base: Path, linears: list[str]) -> list[str]:
     """The modules of a base that are these of Llama's."""
-    family = json.loads((base / "config.json").read_text())["model_type"]
-    if family in WITH_EXPERTS:
+    model_type = json.loads((base / "config.json").read_text())["model_type"]
+    if model_type in WITH_EXPERTS:
         linears = [each for each in linears if each not in ("gate_proj", "up_proj", "down_proj")]
-    names = {part: module for module, parts in FUSED.get(family, {}).items() for part in parts}
-    beside = BESIDE.get(family, {})
+    fused, beside = FUSED.get(model_type, {}), BESIDE.get(model_type, {})
+    names = {part: module for module, parts in fused.items() for part in parts}
     found = (module for linear in linears for module in (linear, *beside.get(linear, ())))
     return list(dict.fromkeys(names.get(module, module) for module in found))
 

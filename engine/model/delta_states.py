@@ -7,22 +7,44 @@ reads them from pages that may belong to the prefix cache, and writes them to th
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
-from engine.execution.batch import Batch
 from engine.model.config import ModelConfig
 from kernels.delta import DeltaState, DeltaWeights, delta_net, groups_of
 
 
-class DeltaStates:
-    """The states of one step's sequences."""
+class StatePages(NamedTuple):
+    """The pages of the states of a step's sequences.
 
-    def __init__(self, batch: Batch, arena: torch.Tensor, config: ModelConfig) -> None:
-        assert batch.delta is not None and config.plan.delta is not None
-        self._pages, self._shape, self._eps = batch.delta, config.plan.delta, config.plan.eps
+    read    [S, pages] int64
+    write   [S, pages] int64
+    is_new  [S] bool: nothing is computed yet; then what is read has no meaning
+    """
+
+    read: torch.Tensor
+    write: torch.Tensor
+    is_new: torch.Tensor
+
+
+class DeltaStates:
+    """The states of one step's sequences.
+
+    query_start  [S + 1] the rows of each sequence
+    """
+
+    def __init__(
+        self,
+        pages: StatePages,
+        query_start: torch.Tensor,
+        arena: torch.Tensor,
+        config: ModelConfig,
+    ) -> None:
+        assert config.plan.delta is not None
+        self._pages, self._shape, self._eps = pages, config.plan.delta, config.plan.eps
         self._arena = arena.view(torch.float32)
-        self._groups = list(groups_of(batch.query_start.tolist(), arena.device))
+        self._groups = list(groups_of(query_start.tolist(), arena.device))
 
     def mix(self, packed: torch.Tensor, weights: DeltaWeights, index: int) -> torch.Tensor:
         """packed [T, sum of widths] of the delta net `index` of all -> [T, value_size]"""
