@@ -68,7 +68,7 @@ def test_formats_on_a_cpu(make_oracle: MakeOracle, family: str, max_step_tokens:
 
 BY_GRAPHS, ALL = [*NARROW, *NARROW_BLENDS], [*FORMATS, *BLENDS]
 LAUNCHED = [*WIDE, *WIDE_BLENDS]
-ON_A_GPU = (
+GPU_CASES = (
     [
         ("qwen3-biases", LAUNCHED),
         *zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True),
@@ -92,7 +92,7 @@ def interpreted_long(case: tuple[str, list[str]]) -> list[pytest.MarkDecorator]:
         pytest.param(
             family, names, id=f"{family}-{len(names)}", marks=interpreted_long((family, names))
         )
-        for family, names in ON_A_GPU
+        for family, names in GPU_CASES
     ],
 )
 def test_formats_on_a_gpu(make_oracle: MakeOracle, family: str, names: list[str]) -> None:
