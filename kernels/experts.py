@@ -59,9 +59,11 @@ def expert_mlp(x: torch.Tensor, weights: ExpertWeights, shape: ExpertShape) -> t
     """
     shares, chosen = route(x, weights.router, shape)
     order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=shape.num).tolist()
-    rows = torch.split(x[order // shape.chosen], counts)
-    groups = zip(rows, weights.gate_up, weights.down, strict=True)
-    made = [linear(silu_mul_ref(linear(x, both)), down) for x, both, down in groups if len(x)]
+    used, counts = torch.unique(chosen, return_counts=True)  # sorted
+    parts = torch.split(x[order // shape.chosen], counts.tolist())
+    made = [
+        linear(silu_mul_ref(linear(rows, weights.gate_up[expert])), weights.down[expert])
+        for expert, rows in zip(used.tolist(), parts, strict=True)
+    ]
     back = order.argsort().view(-1, shape.chosen)
     return (shares[:, None] @ torch.cat(made)[back])[:, 0]
