@@ -256,8 +256,7 @@ class DecoderLayer:
         self._o = make(weights.o, weights.o_bias)
         self._linears = {"qkv": self._qkv, "o": self._o}
         experts = weights.experts
-        self._has_mlp = experts is None or experts.shared_gate is not None
-        if self._has_mlp:
+        if experts is None or experts.shared_gate is not None:
             self._gate_up = make(weights.gate_up, weights.gate_up_bias)
             self._down = make(weights.down, weights.down_bias)
             self._linears |= {"gate_up": self._gate_up, "down": self._down}

@@ -134,16 +134,16 @@ class AdapterLayout:
         self.size = -(-end // SPAN) * SPAN
 
     def check_targets(self, config: ModelConfig) -> None:
-        """Raise RunRefused for a target that no layer has, unless all of LINEARS are targets.
+        """Raise RunRefused for a target that no layer has.
 
-        Those are the default, which means as many of them as the base has.
+        All of LINEARS together are the default, which means as many of them as the base has.
         """
-        if set(LINEARS) <= set(self._settings.target_modules):
-            return
-        layers = range(config.num_layers)
+        layers, targets = range(config.num_layers), set(self._settings.target_modules)
         names = {linear.rpartition(".")[2] for i in layers for linear in config.linears(i)}
+        if targets >= set(LINEARS):
+            targets -= set(LINEARS)
         for name in self._settings.target_modules:
-            if name not in names:
+            if name in targets - names:
                 raise RunRefused(
                     f"no layer of the base has a linear {name} that takes adapters: name some of "
                     f"{', '.join(sorted(names))}",
