@@ -14,6 +14,7 @@ bench/results/host.json.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -188,7 +189,12 @@ class HostBench:
         adapter = save_random_adapter(folder / "adapter", model, rank=16, seed=0)
         for i in range(num_requests):
             self.engine.register_adapter(f"{i:064x}", adapter)
+            self.engine.prefetch(f"{i:064x}", to_arena=True)
+        while self.engine.has_work():
+            self.engine.step()
         self.engine.prepare_grammars().result()
+        gc.collect()
+        gc.freeze()  # as a worker does
 
     def run(self, case: Case) -> tuple[list[dict[str, float]], float, str]:
         """Return the milliseconds of each step, tokens a step and request, and a digest."""
@@ -227,7 +233,7 @@ class HostBench:
                 found["step"], found["wall"] = cpu - found["device"], wall - times.wall
                 del found["device"]
                 steps.append({name: 1000 * seconds for name, seconds in found.items()})
-                num_tokens += len(outputs)
+                num_tokens += sum(len(output.token_ids) for output in outputs)
         digest = str(hash(tuple(tuple(answers[str(i)]) for i in range(count))))
         return steps, num_tokens / count / max(len(steps), 1), digest
 

@@ -419,36 +419,43 @@ class Engine:
             for sequence, token in zip(sampling, sampled, strict=True)
             if not (sequence.has_ended or sequence in launched.void or token.error)
         )
-        outputs = self._take(sampling, sampled, overflowed, launched.void)
+        outputs: dict[Sequence, RequestOutput] = {}
+        self._take(outputs, sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
-            outputs += self._take(sequences, list(map(checked, sequences, tokens)))
+            self._take(outputs, sequences, list(map(checked, sequences, tokens)))
+        for sequence, output in outputs.items():
+            sequence.count(output)
         dropped = None
         if launched.is_mispredicted:  # known only after all are read: certain drafts come first
             dropped, self._in_flight = self._in_flight, None
         self._speculation.settle(launched, dropped, self._in_flight)
-        return outputs
+        return list(outputs.values())
 
     def _take(
         self,
+        outputs: dict[Sequence, RequestOutput],
         sequences: list[Sequence],
         tokens: list[Sampled],
         overflowed: SequenceOf[Sequence] = (),
         void: Collection[Sequence] = (),
-    ) -> list[RequestOutput]:
-        """Append one token to each sequence that is not `void`."""
-        outputs = []
+    ) -> None:
+        """Append one token to each sequence that is not `void`, and to its output of this step."""
         for sequence, token in zip(sequences, tokens, strict=True):
             # It has ended in the step before, when this one was in flight.
             if sequence.has_ended or sequence in void:
                 continue
-            error = overflow_of(sequence) if sequence in overflowed else token.error
+            output = outputs.get(sequence)
+            if output is None:
+                output = outputs[sequence] = sequence.output()
+            error = token.error
+            if overflowed and sequence in overflowed:
+                error = overflow_of(sequence)
             if error is not None:
-                outputs.append(self._requests.finish(sequence, FinishReason.ERROR, error))
+                self._requests.finish(sequence, FinishReason.ERROR, error, output)
             else:
                 sequence.token_ids.append(token.token_id)
                 self._num_generated += 1
-                outputs.append(self._requests.accept(sequence, token, self._context_limit))
-        return outputs
+                self._requests.accept(sequence, token, self._context_limit, output)
 
     def _wait(self) -> None:
         """Sleep briefly, as nothing can run until a thread has finished."""

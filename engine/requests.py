@@ -89,10 +89,18 @@ class RequestTable:
             self._store.remove_user(sequence.digests)
 
     def finish(
-        self, sequence: Sequence, reason: FinishReason, error: EngineError | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: EngineError | None = None,
+        output: RequestOutput | None = None,
     ) -> RequestOutput:
-        """Remove the sequence from every owner; return its last output."""
-        output = sequence.output()
+        """Remove the sequence from every owner; return its last output.
+
+        output  with the tokens of this step, if there are any
+        """
+        output = output or sequence.output()
+        sequence.count(output)
         output.finish_reason, output.error = reason, error
         loads = self._store.loads_of(sequence.digests)
         output.adapter_bytes = sum(num_bytes for num_bytes, _ in loads)
@@ -109,24 +117,28 @@ class RequestTable:
             self._pins.note_end(request_id, self._clock())
         return output
 
-    def accept(self, sequence: Sequence, sampled: Sampled, context_limit: int) -> RequestOutput:
-        """Make the output for a sequence's newest token, and end the sequence if that is due."""
+    def accept(
+        self, sequence: Sequence, sampled: Sampled, context_limit: int, output: RequestOutput
+    ) -> None:
+        """Add a sequence's newest token to its output, and end the sequence if that is due."""
         try:
             matcher = self._grammars.matcher(sequence)
             reason, is_text = check_stop(sequence, matcher, context_limit)
         except Exception as error:  # raised by the request's own matcher
             known = as_engine_error(sequence.request.request_id, error)
-            return self.finish(sequence, FinishReason.ERROR, known)
-        output = self.finish(sequence, reason) if reason else sequence.output()
+            self.finish(sequence, FinishReason.ERROR, known, output)
+            return
         if is_text:
-            output.token_ids = [sampled.token_id]
+            output.token_ids.append(sampled.token_id)
         if sequence.request.sampling.logprobs is not None:
-            output.logprobs = [sampled.logprob] if is_text and sampled.logprob else []
+            output.logprobs = output.logprobs or []
+            output.logprobs += [sampled.logprob] if is_text and sampled.logprob else []
             is_end = not is_text and reason is FinishReason.STOP
             output.end_logprob = sampled.logprob if is_end else None
-        if sequence.prompt_logprobs is not None:
+        if sequence.prompt_logprobs is not None and output.prompt_logprobs is None:
             output.prompt_logprobs = sequence.prompt_logprobs.take()
-        return output
+        if reason is not None:
+            self.finish(sequence, reason, output=output)
 
     def finish_later(
         self,

@@ -197,16 +197,21 @@ class Sequence:
         return None if seed is None else int(seed) + self.index
 
     def output(self) -> RequestOutput:
-        """Make an output with its counts and no tokens."""
+        """Make an output without tokens; its counts are `count`'s."""
         return RequestOutput(
             request_id=self.request.request_id,
             index=self.index,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached or 0,
-            num_generated=0 if self.request.sampling.max_tokens == 0 else self.num_generated,
-            accepted_drafts=self.accepted.copy(),
-            num_rejected_drafts=self.num_drafted and self.num_drafted - sum(self.accepted.values()),
         )
+
+    def count(self, output: RequestOutput) -> None:
+        """Note in an output what the sequence has generated so far."""
+        if self.request.sampling.max_tokens != 0:
+            output.num_generated = len(self.token_ids) - self.num_prompt
+        if self.num_drafted:
+            output.accepted_drafts = self.accepted.copy()
+            output.num_rejected_drafts = self.num_drafted - sum(self.accepted.values())
 
     @property
     def has_prompt(self) -> bool:

@@ -57,7 +57,7 @@ def propose_ahead(
     row_cost  of one more row, in tokens that the step would give for that
     """
     paths = [path for path in map(_begin, candidates) if path is not None]
-    going = [path for path in paths if path.walk is not None and path.add_forced()]
+    going = [path for path in paths if path.walk is not None and path.add_first()]
     for _ in range(_MAX_ROUNDS):
         compute_masks((), (path.walk for path in going if path.walk is not None))
         going = [path for path in going if path.add_few()]
@@ -103,6 +103,22 @@ class _Path:
     chance: float = 1.0
     kept: float = 1.0
     num_choices: int = 0
+
+    def add_first(self) -> bool:
+        """As `add_forced`; looks for nothing where nothing was forced before.
+
+        If there is something all the same, then `add_few` finds it.
+        """
+        assert self.walk is not None
+        place, profile = self.proposal.guess_at, self.proposal.profile
+        if place is None:
+            return self.add_forced()
+        if not profile.expects_forced(place, self.last):
+            return self._has_room
+        may_go_on = self.add_forced()
+        if not self.proposal.tokens:
+            profile.note_unforced(place, self.last)
+        return may_go_on
 
     def add_forced(self) -> bool:
         """Add the tokens of the text that is forced; return whether there may be more drafts."""

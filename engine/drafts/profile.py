@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.memory.prefix_cache import AdapterKey
@@ -60,7 +61,8 @@ Place = tuple[int, tuple[int, ...]]
 _MAX_TRIALS = 20.0
 
 
-class _Choices(NamedTuple):
+@dataclass(slots=True)
+class _Choices:
     """The choices at a place: the latest token, and how often it equalled the one before."""
 
     token_id: int
@@ -72,11 +74,14 @@ class _Choices(NamedTuple):
         """The chance that the same one is chosen, as if two times had shown the prior."""
         return (self.num_same + 2.0 * _PRIORS[Source.CHOICE]) / (self.num_trials + 2.0)
 
-    def behind(self, token_id: int) -> _Choices:
-        """Return the updated choices after a further token was chosen."""
-        fade = min(1.0, _MAX_TRIALS / (self.num_trials + 1.0))
-        num_same = (self.num_same + (token_id == self.token_id)) * fade
-        return _Choices(token_id, num_same, (self.num_trials + 1.0) * fade)
+    def add(self, token_id: int) -> None:
+        """Note that a further token was chosen."""
+        self.num_same += token_id == self.token_id
+        self.num_trials += 1.0
+        if self.num_trials > _MAX_TRIALS:
+            self.num_same *= _MAX_TRIALS / self.num_trials
+            self.num_trials = _MAX_TRIALS
+        self.token_id = token_id
 
 
 class Profile:
@@ -91,6 +96,7 @@ class Profile:
         self._counts: dict[Kind, int] = {}
         self._unpaid: dict[Kind, int] = {}
         self._choices: OrderedDict[Place | tuple[int, ...], _Choices] = OrderedDict()
+        self._unforced: set[tuple[Place, int]] = set()
 
     def rate(self, kind: Kind) -> float:
         """Return the chance that a draft of this kind is right, if those before it are."""
@@ -126,10 +132,23 @@ class Profile:
         keys: tuple[Place | tuple[int, ...], ...] = (place, place[1])
         for key in keys:
             known = self._choices.get(key)
-            self._choices[key] = _Choices(token_id) if known is None else known.behind(token_id)
-            self._choices.move_to_end(key)
+            if known is not None:
+                known.add(token_id)
+                self._choices.move_to_end(key)
+                continue
+            self._choices[key] = _Choices(token_id)
             if len(self._choices) > _MAX_CHOICES:
                 self._choices.popitem(last=False)
+
+    def expects_forced(self, place: Place, token_id: int) -> bool:
+        """Return whether text may be forced behind a token that was chosen at the place."""
+        return (place, token_id) not in self._unforced
+
+    def note_unforced(self, place: Place, token_id: int) -> None:
+        """Note that no text was forced there."""
+        if len(self._unforced) >= _MAX_CHOICES:
+            self._unforced.clear()
+        self._unforced.add((place, token_id))
 
 
 #: Tenant, adapters, their registrations, and the digest of the grammar.

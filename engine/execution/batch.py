@@ -236,11 +236,11 @@ def _segments(
 
 
 def _page_tables(rows: list[Row]) -> npt.NDArray[np.int32]:
-    num_pages = [len(row.sequence.page_table) for row in rows]
-    page_tables = np.zeros((len(rows), max(num_pages)), np.int32)
-    for i, row in enumerate(rows):
-        page_tables[i, : num_pages[i]] = row.sequence.page_table
-    return page_tables
+    tables = [row.sequence.page_table.tobytes() for row in rows]
+    width = max(map(len, tables))
+    # By bytes: numpy takes 1.5 us to copy an `array` into a row.
+    flat = bytearray().join(table.ljust(width, b"\0") for table in tables)
+    return np.frombuffer(flat, np.int32).reshape(len(tables), -1)
 
 
 def _state_pages(rows: list[Row], device: str) -> StatePages | None:

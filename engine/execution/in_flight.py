@@ -51,8 +51,9 @@ class InFlightStep:
         for row in self.step.rows:
             sequence = row.sequence
             if self._goes_on(sequence):
-                sequence.token_ids.extend(row.drafts)
-                sequence.is_assumed = row.num_sure < len(row.drafts)
+                if row.drafts:
+                    sequence.token_ids.extend(row.drafts)
+                    sequence.is_assumed = row.num_sure < len(row.drafts)
                 commit(row)
         sampling = self.step.sampling
         newest = range(len(sampling)) if self.drafted is None else self.drafted.newest()
@@ -85,7 +86,7 @@ class InFlightStep:
         See `Verification.go_on`.
         """
         if self.drafted is not None:
-            yield from self.drafted.go_on(commit if self.placed is None else _ignore)
+            yield from self.drafted.go_on(commit if self.placed is None else None)
 
     def misled(self) -> list[Sequence]:
         """Return the sequences to which drafts were appended that turned out to be wrong."""
@@ -111,7 +112,3 @@ class InFlightStep:
     def is_mispredicted(self) -> bool:
         """Return whether the next step took another token from the device than `read` returned."""
         return self.tokens is not None and self.tokens.were_wrong
-
-
-def _ignore(row: Row) -> None:
-    """Commit nothing: the whole row has been committed."""

@@ -22,6 +22,7 @@ from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Sequence
 
+_LATER = Sampled(-1, None)  # stands for a token that is not chosen yet
 #: (rows of the logits, their sequences) -> the tokens chosen from them
 Choose = Callable[[list[int], list[Sequence]], list[Sampled]]
 
@@ -111,21 +112,23 @@ class Verification:
         return self._choose(self._places)
 
     def go_on(
-        self, commit: Callable[[Row], None]
+        self, commit: Callable[[Row], None] | None
     ) -> Iterator[tuple[list[Sequence], list[Sampled]]]:
         """Yield sequences whose newest token is the one drafted, each with its next token.
 
         The caller appends the tokens to the sequences before it asks for more.
 
-        commit  is called for each right draft whose sequence continues: its KV is in the pages
+        commit  is called for each right draft whose sequence continues: its KV is in the pages.
+                None: all rows have been committed
         """
         while True:
             going = [place for place in self._right if not place.row.sequence.has_ended]
             if not going:
                 return
             sequences = [place.row.sequence for place in going]
-            for sequence in sequences:
-                commit(Row(sequence, 1))
+            if commit is not None:
+                for sequence in sequences:
+                    commit(Row(sequence, 1))
             yield sequences, self._choose(going)
 
     def newest(self) -> list[int]:
@@ -144,17 +147,18 @@ class Verification:
 
     def _choose(self, places: list[_Place]) -> list[Sampled]:
         """Return the next token of each place; find those that are right."""
-        tokens: dict[int, Sampled] = {}
-        for i, place in enumerate(places):
+        sampled: list[Sampled] = []
+        chosen: list[_Place] = []
+        for place in places:
             if (certain := place.certain) is not None:
-                tokens[i] = self._processor.take(place.row.sequence, certain)
-        chosen = [i for i in range(len(places)) if i not in tokens]
-        for i in chosen:
-            places[i].last = places[i].next
+                sampled.append(self._processor.take(place.row.sequence, certain))
+            else:
+                sampled.append(_LATER)
+                place.last = place.next
+                chosen.append(place)
         if chosen:
-            own = [places[i].row.sequence for i in chosen]
-            found = self._choose_from([places[i].next for i in chosen], own)
-            tokens |= zip(chosen, found, strict=True)
-        sampled = [tokens[i] for i in range(len(places))]
+            own = [place.row.sequence for place in chosen]
+            found = iter(self._choose_from([place.next for place in chosen], own))
+            sampled = [next(found) if token is _LATER else token for token in sampled]
         self._right = [p for p, token in zip(places, sampled, strict=True) if p.advance(token)]
         return sampled

@@ -59,7 +59,8 @@ class Matcher:
     @property
     def inner(self) -> Any:
         """llguidance's, at this place; not to be moved."""
-        return self.track.here()
+        track = self.track
+        return track.here() if track.ahead else track.end
 
     @property
     def mask(self) -> Mask:
@@ -114,7 +115,7 @@ class Matcher:
             return None
         track, count = self.track, len(drafts)
         if track.ahead[:count] == list(drafts):
-            mask = track.masks[track.taken + count - 1]
+            mask = track.masks[count - 1]
             if mask is not None:
                 return Behind(track.end, self.tree, self.place, mask)
             inner = track.here(count)
@@ -135,7 +136,7 @@ class Matcher:
         track, count = self.track, len(drafts)
         if track.ahead[:count] != list(drafts) or self._has_failed():
             return None
-        return track.masks[track.taken : track.taken + count]
+        return track.masks[:count]
 
     def masks_behind(self, drafts: SequenceOf[int], wanted: SequenceOf[bool]) -> list[Mask | None]:
         """Return the masks behind the first draft, the second one and so on.
@@ -168,7 +169,7 @@ class Matcher:
         self.place = self.tree.behind(self.place, token_id)
         track = self.track
         self._mask = track.take(token_id) if self.error is None else None
-        if track.tokens:  # drafts have followed from here
+        if track.ahead:  # drafts have followed from here
             return False
         if self._has_failed():
             assert self.error is not None
@@ -394,7 +395,7 @@ class Grammars:
         own = []
         for sequence, token_id in tokens:
             matcher = self._matchers.get(sequence)
-            if matcher is not None and matcher.error is None and matcher.track.is_still:
+            if matcher is not None and matcher.error is None and not matcher.track.ahead:
                 own.append((matcher.track, token_id))
         if self._threads.consume([(track.end, token_id) for track, token_id in own]):
             for track, token_id in own:

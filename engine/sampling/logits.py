@@ -112,7 +112,7 @@ def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
     A NaN counts as the largest. Minus infinity means that a grammar allows no token; the grammar
     reports that itself.
     """
-    if not (math.isnan(sampled.largest) or sampled.largest == math.inf):
+    if sampled.largest < math.inf:
         return sampled
     return Sampled(0, None, error=overflow_of(sequence))
 

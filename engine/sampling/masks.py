@@ -160,8 +160,11 @@ class MaskThreads:
             words.shape[1] * words.itemsize,
             len(own),
         )
-        for matcher, row, bits in zip(own, words, _filled(words), strict=True):
-            matcher.note_mask(Mask(row.copy(), few_of(row, bits.tobytes())))
+        filled = _filled(words)
+        width, bits = filled.shape[1], filled.tobytes()
+        for i, matcher in enumerate(own):
+            row = words[i].copy()
+            matcher.note_mask(Mask(row, few_of(row, bits[i * width : (i + 1) * width])))
 
     def consume(self, tokens: list[tuple[Any, int]]) -> bool:
         """Let llguidance's matchers take one token each; return whether they have.

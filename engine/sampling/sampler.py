@@ -11,7 +11,7 @@ import random
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ _NUM_CANDIDATES = 512
 _MAX_NOISE = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One row's token.
 
     error    why there is no token
@@ -74,10 +73,7 @@ class _State:
         if params.min_tokens:
             stop_ids = sorted(sequence.stop_ids)
             self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-
-    @property
-    def adjusts(self) -> bool:
-        return any(value is not None for value in (self.counts, self.seen, self.bias))
+        self.adjusts = any(value is not None for value in (self.counts, self.seen, self.bias))
 
     def key(self, index: int) -> int:
         """Return the key of the noise for the sequence's token `index`: odd, int64."""
@@ -115,7 +111,7 @@ class Sampler:
         params, state = sequence.request.sampling, self._states[sequence]
         return (
             params.logprobs is None
-            and sequence.num_generated >= params.min_tokens
+            and (not params.min_tokens or sequence.num_generated >= params.min_tokens)
             and not state.adjusts
             and not state.is_flat
         )

@@ -7,56 +7,56 @@ from typing import Any, Protocol
 
 from engine.sampling.masks import Mask, MaskTree
 
+#: Number of a request's tokens after which drafts make the copy of its matcher again.
+_MAX_SINCE = 64
+
 
 class Track:
     """llguidance's matcher of one request, which drafts move on beyond the request's place.
 
     The request follows without a call of llguidance while it takes the tokens of the drafts. If it
-    takes another one, or a draft turns out too costly to follow, a copy from before takes over.
+    takes another one, the matcher is rolled back. It cannot be if a draft turned out too costly to
+    follow, and in some grammars: then a copy from before takes over.
 
-    end     llguidance's, behind all of `tokens`
-    tokens  that it has taken since the copy was made; the first `taken` of them are the request's
-    masks   behind each of these, where it was computed
+    end    llguidance's, behind all of `ahead`
+    ahead  the tokens that the request has not taken
+    masks  behind each of these, where it was computed
     """
 
-    __slots__ = ("_start", "end", "masks", "taken", "tokens")
+    __slots__ = ("_has_begun", "_since", "_start", "ahead", "end", "masks")
 
     def __init__(self, inner: Any) -> None:
-        self.end, self._start = inner, None  # None: nothing has moved on
-        self.tokens: list[int] = []
+        self.end = inner
+        self._has_begun = False  # whether drafts may have moved on since the request's last token
+        self.ahead: list[int] = []
         self.masks: list[Mask | None] = []
-        self.taken = 0
-
-    @property
-    def ahead(self) -> list[int]:
-        """The tokens of drafts that the request has not taken."""
-        return self.tokens[self.taken :]
+        self._start: Any = None  # a copy; None: no draft has moved on yet
+        self._since: list[int] = []  # the tokens that the request has taken since it was made
 
     def here(self, num_drafts: int = 0) -> Any:
         """Return llguidance's at the request's place, or behind some of `ahead`; not to be moved.
 
         It is in error if the grammar cannot be followed there.
         """
-        count = self.taken + num_drafts
-        if self._start is None or count == len(self.tokens):
+        if num_drafts == len(self.ahead):
             return self.end
-        copy = self._start.deep_copy()
-        copy.consume_tokens(self.tokens[:count])
-        return copy
+        return self._back(self.end.deep_copy(), num_drafts)
 
     def begin(self) -> None:
         """Let drafts move on from the request's place."""
         self.go_back()
-        self._start = self.end.deep_copy()
+        self._has_begun = True
+        if self._start is None or len(self._since) > _MAX_SINCE:
+            self._start, self._since = self.end.deep_copy(), []
 
     def go_on(self, token_ids: SequenceOf[int]) -> bool:
         """Move on by drafts if all are legal; return whether they are."""
-        if self.end.is_stopped():
+        if not self._has_begun or self.end.is_stopped():
             return False
         count = self.end.try_consume_tokens(token_ids)
+        self.ahead += token_ids[:count]
+        self.masks += [None] * count
         if count == len(token_ids):
-            self.tokens += token_ids
-            self.masks += [None] * count
             return True
         if count or self.end.is_error():
             self.go_back()
@@ -64,45 +64,47 @@ class Track:
 
     def take(self, token_id: int) -> Mask | None:
         """Let the request take a token; return the mask behind it, if that was computed."""
-        taken = self.taken
-        if taken < len(self.tokens) and self.tokens[taken] == token_id:
-            self.taken = taken + 1
-            mask = self.masks[taken]
-            if self.taken == len(self.tokens):
-                self._forget()
-            return mask
-        self.go_back()
-        self.end.consume_token(token_id)
-        return None
+        mask = None
+        if self.ahead and self.ahead[0] == token_id:
+            del self.ahead[0]
+            mask = self.masks.pop(0)
+        else:
+            self.go_back()
+            self.end.consume_token(token_id)
+        if self._start is not None:
+            self._since.append(token_id)
+        self._has_begun = self._has_begun and bool(self.ahead)
+        return mask
 
     def note_taken(self, token_id: int) -> None:
         """Note that llguidance's matcher has taken the token which `take` will bring.
 
-        Only if `is_still`.
+        Only if nothing is `ahead`.
         """
-        self.tokens, self.masks = [token_id], [None]
-
-    @property
-    def is_still(self) -> bool:
-        """Return whether no draft has moved on."""
-        return self._start is None
+        self.ahead, self.masks = [token_id], [None]
 
     def go_back(self) -> None:
         """Forget the drafts that the request has not taken."""
-        if self._start is not None:
-            self.end = self._start
-            if self.taken:
-                self.end.consume_tokens(self.tokens[: self.taken])
-            self._forget()
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        if self.ahead or self.end.is_error():
+            self.end = self._back(self.end, 0)
+            self.ahead, self.masks = [], []
 
     def has_failed(self) -> bool:
         """Return whether the grammar cannot be followed at the request's place."""
-        if self._start is not None and self.end.is_error():
+        if self._has_begun and self.end.is_error():
             self.go_back()
         return bool(self.end.is_error())
 
-    def _forget(self) -> None:
-        self._start, self.tokens, self.masks, self.taken = None, [], [], 0
+    def _back(self, inner: Any, num_drafts: int) -> Any:
+        """Return `inner`, which is at `end`, or another one, behind the first of `ahead`."""
+        if not inner.is_error() and inner.rollback(len(self.ahead) - num_drafts):
+            return inner
+        inner = self._start.deep_copy()
+        inner.consume_tokens(self._since + self.ahead[:num_drafts])
+        return inner
 
 
 class _Owner(Protocol):
@@ -165,7 +167,7 @@ class Walk:
 
     def few_allowed(self) -> tuple[int, ...] | None:
         """Return the tokens that are allowed next; None if they are many, or none."""
-        if not self._track.tokens:
+        if not self._track.ahead:
             return self._owner.few
         if not self.knows_mask:
             self.note_mask(Mask.of(self.inner.compute_bitmask()))

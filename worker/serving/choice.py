@@ -141,9 +141,10 @@ class Choice:
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
             return
-        self.accepted_drafts = output.accepted_drafts
-        self.rejected_drafts = output.num_rejected_drafts
         num_read = self._take(output)
+        if num_read == len(output.token_ids):  # else drafts behind a stop string are among them
+            self.accepted_drafts = output.accepted_drafts
+            self.rejected_drafts = output.num_rejected_drafts
         if self._job.with_token_ids:
             self._token_ids += output.token_ids[:num_read]
         if self._read.stop_string is not None:

@@ -134,6 +134,22 @@ def test_forced_text_needs_few_steps(make_engine: MakeEngine) -> None:
     assert profile.rate(Kind(Source.FORCED)) == 1.0, "wrong though those before it were right"
 
 
+def test_a_step_gives_a_sequence_one_output(make_engine: MakeEngine) -> None:
+    engine, results = ready(make_engine(speculation=True)), {"a": Result(), "a/1": Result()}
+    engine.add(request("a", prompt(0, 20), json_schema=SCHEMA, max_tokens=100, n=2, logprobs=1))
+    most = 0
+    while engine.has_work():
+        outputs = engine.step()
+        names = [name_of(output) for output in outputs]
+        assert len(names) == len(set(names))
+        for name, output in zip(names, outputs, strict=True):
+            assert len(output.logprobs or ()) == len(output.token_ids)
+            most = max(most, len(output.token_ids))
+            results[name].add(output)
+            assert len(results[name].token_ids) <= output.num_generated
+    assert most > 5 and all(r.finish_reason == FinishReason.STOP for r in results.values())
+
+
 def test_forced_text_needs_no_logits_unless_they_are_told(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

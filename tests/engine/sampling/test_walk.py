@@ -109,11 +109,11 @@ def test_a_request_follows_drafts_or_leaves_them(tiny_model: Path, has_threads: 
 class Costly:
     """llguidance's matcher whose fuel is spent behind some tokens."""
 
-    def __init__(self, most: int, taken: tuple[int, ...] = ()) -> None:
-        self.most, self.taken = most, taken
+    def __init__(self, most: int, taken: tuple[int, ...] = (), can_roll_back: bool = True) -> None:
+        self.most, self.taken, self.can_roll_back = most, taken, can_roll_back
 
     def deep_copy(self) -> Costly:
-        return Costly(self.most, self.taken)
+        return Costly(self.most, self.taken, self.can_roll_back)
 
     def is_error(self) -> bool:
         return len(self.taken) > self.most
@@ -126,6 +126,10 @@ class Costly:
         self.taken = (*self.taken, *tokens)[: self.most + 1]
         return min(len(tokens), self.most - before)
 
+    def rollback(self, count: int) -> bool:
+        self.taken = self.taken[: len(self.taken) - count]
+        return self.can_roll_back
+
     def consume_tokens(self, tokens: list[int]) -> None:
         self.taken = (*self.taken, *tokens)
 
@@ -133,15 +137,34 @@ class Costly:
         self.consume_tokens([token])
 
 
-def test_a_draft_that_is_too_costly_costs_the_request_nothing() -> None:
-    track = Track(Costly(3))
+@pytest.mark.parametrize("can_roll_back", [True, False])
+def test_a_draft_that_is_too_costly_costs_the_request_nothing(can_roll_back: bool) -> None:
+    track = Track(Costly(3, can_roll_back=can_roll_back))
     track.begin()
     assert track.go_on((1, 2))
     track.take(1)
     assert not track.go_on((5, 6))
     assert not track.has_failed() and track.end.taken == (1,) and track.ahead == []
+    assert not track.go_on((2,)), "it went on from another place than that of the drafts before"
     track.take(7)
     assert track.end.taken == (1, 7) and not track.has_failed()
     track.take(8)
     track.take(9)
     assert track.has_failed()
+
+
+@pytest.mark.parametrize("can_roll_back", [True, False])
+def test_a_request_of_any_length_leaves_its_drafts(can_roll_back: bool) -> None:
+    track = Track(Costly(1000, can_roll_back=can_roll_back))
+    taken: list[int] = []
+    for number in range(300):
+        track.begin()
+        assert track.go_on((number, -1, -2))
+        assert track.here().taken == (*taken,) and track.here(2).taken == (*taken, number, -1)
+        for token_id in (number, number % 3 - 1):
+            track.take(token_id)
+            taken.append(token_id)
+            if track.ahead:
+                assert track.here().taken == (*taken,)
+    track.go_back()
+    assert track.end.taken == (*taken,)

@@ -262,6 +262,22 @@ def test_drafts_are_counted_by_source_and_billed_only_if_right(codec: TextCodec)
     assert done_of(request).drafts == {"forced": 3, "lookup": 1, "rejected": 8}
 
 
+def test_right_drafts_behind_a_stop_string_are_not_counted(codec: TextCodec) -> None:
+    request = make_request(codec, stop=("b",), stream=False)
+    for text, generated in (("xy", 2), ("abcd", 6)):
+        output = RequestOutput(
+            request_id="r",
+            token_ids=codec.encode(text, add_special_tokens=False),
+            num_prompt_tokens=7,
+            num_generated=generated,
+            accepted_drafts={"forced": generated - 1},
+        )
+        request.feed(output, 101.0)
+    usage = request.take_news()[-1].event.usage
+    assert usage is not None and usage.completion_tokens == 4
+    assert usage.accepted_drafts == {"forced": 1}
+
+
 def test_each_prompt_has_its_choices(codec: TextCodec) -> None:
     request = make_request(codec, prompts=("x", "yy"), n=2, echo=True, stream=False)
     request.show_prompts([Prompt([1], "x"), Prompt([1], "yy")])
