@@ -156,18 +156,19 @@ class EngineConfig:
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise UnsupportedModel for a setting that is not done for a gated delta net."""
+        """Raise UnsupportedModel for a setting that is not done for what the layers have."""
+        what, has_delta = model.plan.on_a_cpu_alone, model.plan.delta is not None
         refused = {
-            "device": self.runs_triton,
-            "speculation": self.speculation,
-            "base_precision": self.base_precision is not None,
-            "kv_precision": self.kv_precision is not None,
+            "device": bool(what) and self.runs_triton,
+            "base_precision": bool(what) and self.base_precision is not None,
+            "speculation": has_delta and self.speculation,
+            "kv_precision": has_delta and self.kv_precision is not None,
         }
-        for name, is_set in refused.items():
-            if model.plan.delta is not None and is_set:
+        for name, is_refused in refused.items():
+            if is_refused:
                 raise UnsupportedModel(
-                    f"the model has gated delta nets, for which {name} "
-                    f"{getattr(self, name)!r} is not supported: leave it at its default",
+                    f"the model has {what}, for which {name} {getattr(self, name)!r} is not "
+                    "supported: leave it at its default",
                     param=name,
                 )
 

@@ -11,7 +11,6 @@ from contract.adapters.families import (
     DELTA_OUT,
     DELTA_SIZES,
     FUSED,
-    MLP,
     QKV,
     O,
     facts_of,
@@ -81,7 +80,7 @@ class BaseShape:
         outer, config = config, text_config(config)
         facts = facts_of(config)
         hidden = _size(config, "hidden_size")
-        inner = _size(config, "intermediate_size")
+        inner = _size(config, facts.inner)
         num_heads = _size(config, "num_attention_heads")
         kv_heads = _size(config, "num_key_value_heads", num_heads)
         head_dim = _size(config, "head_dim", facts.head_dim or hidden // num_heads)
@@ -90,7 +89,8 @@ class BaseShape:
         gated = queries * (1 + facts.is_gated)
         widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
         mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
-        delta_layers = facts.delta_layers(config)
+        mlp = mlp[: len(facts.mlp)]
+        delta_layers, delta = facts.delta_layers(config), _delta_widths(config, hidden) + mlp
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
             head_dim=head_dim,
@@ -101,10 +101,8 @@ class BaseShape:
             biased=facts.biased(config),
             fuses=facts.fuses,
             has_images=has_images(outer) or facts.is_seen,
-            linears=dict(zip((*QKV, *O, *MLP), widths + mlp, strict=True)),
-            delta_linears=dict(
-                zip((DELTA_OUT, *DELTA_IN, *MLP), _delta_widths(config, hidden) + mlp, strict=True)
-            )
+            linears=dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True)),
+            delta_linears=dict(zip((DELTA_OUT, *DELTA_IN, *facts.mlp), delta, strict=True))
             if delta_layers
             else {},
             delta_layers=delta_layers,

@@ -13,6 +13,8 @@ from typing import Any
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 O = ("self_attn.o_proj",)  # noqa: E741
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+#: The MLP through which all tokens go, beside routed experts.
+SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 #: Linears of a gated delta net, which some layers have in the place of attention.
 DELTA_OUT = "linear_attn.out_proj"
 DELTA_IN = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
@@ -50,6 +52,8 @@ class Facts:
     fuses     linears that the family has as one, side by side: QKV, or gate and up
     is_gated  whether q_proj has a gate beside each head's q
     is_seen   whether checkpoints and adapters may have the names of the model with images
+    mlp       the linears of a layer's MLP that adapters may change; none of routed experts
+    inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
     """
@@ -60,6 +64,8 @@ class Facts:
     fuses: tuple[tuple[str, ...], ...] = ()
     is_gated: bool = False
     is_seen: bool = False
+    mlp: tuple[str, ...] = MLP
+    inner: str = "intermediate_size"
     delta_interval: int | None = None
     biases: tuple[Bias, ...] = ()
 
@@ -155,12 +161,37 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "qwen3_5_moe_text": Facts(
+        head_dim=256,
+        is_gated=True,
+        is_seen=True,
+        delta_interval=4,
+        mlp=SHARED,
+        inner="shared_expert_intermediate_size",
+        biases=(_ATTENTION,),
+        defaults={
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "shared_expert_intermediate_size": 512,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-# The one of these whose last matrix is the embedding only where config.json says so.
-_UNTIED = "qwen3_5"
+WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+# Those of these whose last matrix is the embedding only where config.json says so.
+_UNTIED = ("qwen3_5", "qwen3_5_moe")
 
 
 def has_images(config: Mapping[str, Any]) -> bool:
@@ -178,7 +209,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("text_config is not an object")
     inner = {"model_type": WITH_IMAGES[config["model_type"]], **inner}
     # The last matrix is the whole model's, and so is what it is tied to.
-    is_tied = config.get("tie_word_embeddings", config["model_type"] != _UNTIED)
+    is_tied = config.get("tie_word_embeddings", config["model_type"] not in _UNTIED)
     return {**facts_of(inner).defaults, **inner, "tie_word_embeddings": is_tied}
 
 

@@ -33,6 +33,7 @@ from kernels import (
     rope_kv_write,
     silu_mul,
 )
+from kernels.experts import expert_mlp
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
 from kernels.gates import split_gates
 from kernels.lora.adjust import lora_adjust
@@ -235,7 +236,7 @@ def add_norm(
 
 
 class DecoderLayer:
-    """Attention, or a gated delta net, and MLP of one layer, each between its norms."""
+    """Attention, or a gated delta net, and MLP or experts of one layer, between their norms."""
 
     def __init__(
         self,
@@ -253,8 +254,12 @@ class DecoderLayer:
         make = functools.partial(linear, may_pack=may_pack, dtype=dtype)
         self._qkv = make(weights.qkv, weights.qkv_bias)
         self._o = make(weights.o, weights.o_bias)
-        self._gate_up = make(weights.gate_up, weights.gate_up_bias)
-        self._down = make(weights.down, weights.down_bias)
+        self._linears = {"qkv": self._qkv, "o": self._o}
+        experts = weights.experts
+        if experts is None or experts.shared_gate is not None:
+            self._gate_up = make(weights.gate_up, weights.gate_up_bias)
+            self._down = make(weights.down, weights.down_bias)
+            self._linears |= {"gate_up": self._gate_up, "down": self._down}
         self._qk_norm = weights.qk_norm  # [(H + K) D] of all heads, or [H + K, D]
         if weights.qk_norm is not None and weights.qk_norm.dim() == 2:
             q_norm, k_norm = weights.qk_norm
@@ -333,6 +338,16 @@ class DecoderLayer:
             part.copy_(rms_norm_ref(part.flatten(1), own, eps).view(part.shape))
 
     def _mlp(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
+        experts, shape = self._weights.experts, self._config.plan.experts
+        if experts is None or shape is None:
+            return self._dense(x, adapters)
+        out = expert_mlp(x, experts, shape)
+        if experts.shared_gate is not None:
+            share = functional.linear(x, experts.shared_gate).sigmoid()
+            out = out + share * self._dense(x, adapters)
+        return out
+
+    def _dense(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
         index = self._index
         gate_up = self._gate_up(x)
         if adapters is not None:
@@ -345,7 +360,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        return {"qkv": self._qkv, "o": self._o, "gate_up": self._gate_up, "down": self._down}
+        return self._linears
 
 
 class Decoder:

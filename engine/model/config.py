@@ -30,7 +30,7 @@ from engine.model.plan import Plan
 from engine.model.quantization import Fp8Scheme, Int4Scheme, read_scheme
 
 _SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
 # Fields beside text_config that do not change what the text model computes.
@@ -42,8 +42,8 @@ _AROUND_TEXT = frozenset({
 })  # fmt: skip
 
 # A layer's linears, in the order of the model -> their places in `kernels.Projection`.
-_LINEARS = {name: index for index, name in enumerate((*QKV, *O, *MLP))}
-_DELTA_LINEARS = dict(zip((DELTA_OUT, *DELTA_IN, *MLP), (3, 0, 1, 2, 7, 4, 5, 6), strict=True))
+_ATTENTION = {name: index for index, name in enumerate((*QKV, *O))}
+_DELTA = dict(zip((DELTA_OUT, *DELTA_IN), (3, 0, 1, 2, 7), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class ModelConfig:
     """The shape of a decoder.
 
     fuses   linears that checkpoints have as one: QKV, or gate and up
+    mlp     see `Facts`
     has_images  see `BaseShape`
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     scheme  how the checkpoint stores its quantised linears; None: none is quantised
@@ -68,6 +69,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     plan: Plan
     fuses: tuple[tuple[str, ...], ...] = ()
+    mlp: tuple[str, ...] = MLP
     has_images: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -118,7 +120,8 @@ class ModelConfig:
 
     def linears(self, layer: int) -> Mapping[str, int]:
         """Return a layer's linears, in the model's order -> their `kernels.Projection`."""
-        return _DELTA_LINEARS if layer in self.plan.delta_layers else _LINEARS
+        mixer = _DELTA if layer in self.plan.delta_layers else _ATTENTION
+        return {**mixer, **{name: 4 + index for index, name in enumerate(self.mlp)}}
 
     @property
     def num_kv_layers(self) -> int:
@@ -157,12 +160,14 @@ class ModelConfig:
                 param="model_type",
             )
         fields = Fields(given)
-        vocab, hidden, inner, num_layers, num_heads, max_positions = map(fields.size, _SIZES)
+        vocab, hidden, num_layers, num_heads, max_positions = map(fields.size, _SIZES)
+        facts = FAMILIES[family]
+        inner = fields.size(facts.inner)
         for name in ("head_dim", "num_key_value_heads"):
             fields.size(name, 1)
         _check_kv_heads(fields, family)
         fields.flag("tie_word_embeddings")
-        for bias in FAMILIES[family].biases:
+        for bias in facts.biases:
             if bias.field is not None:
                 fields.flag(bias.field)
         plan = PLANS[family](fields)
@@ -195,6 +200,7 @@ class ModelConfig:
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
             plan=plan,
             fuses=shape.fuses,
+            mlp=facts.mlp,
             has_images=shape.has_images,
             qkv_bias=shape.biased >= {*QKV},
             o_bias=shape.biased >= {*O},

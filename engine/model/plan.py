@@ -13,6 +13,7 @@ import torch
 
 from engine.model.rope import QueryGrowth, Rotation
 from kernels.delta import DeltaShape
+from kernels.experts import ExpertShape
 
 
 class Norms(NamedTuple):
@@ -50,6 +51,9 @@ class Plan:
     delta            of the layers that have a gated delta net in the place of attention, the
                      shape; None: there are none
     delta_layers     which they are
+    experts          of the layers that have them in the place of one MLP, the shape; None: there
+                     are none
+    expert_layers    which they are
     unread           beginnings of the names of tensors that are not read
     max_positions    the context, if it is less than config.json's; None: it is not
     """
@@ -70,8 +74,17 @@ class Plan:
     is_gated: bool = False
     delta: DeltaShape | None = None
     delta_layers: tuple[int, ...] = ()
+    experts: ExpertShape | None = None
+    expert_layers: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()
     max_positions: int | None = None
+
+    @property
+    def on_a_cpu_alone(self) -> str:
+        """Return the part of the layers without kernels for a GPU; empty: there is none."""
+        if self.delta is not None:
+            return "gated delta nets"
+        return "" if self.experts is None else "experts"
 
     @property
     def is_gelu(self) -> bool:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from contract.adapters.families import DELTA_IN, DELTA_OUT, FUSED, GATE_UP, MLP, QKV, O
+from contract.adapters.families import DELTA_IN, DELTA_OUT, FUSED, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.int4_tensors import read_int4
 from engine.model.quantization import Fp8Scheme, Int4Scheme
 from kernels.delta import DeltaShape, DeltaWeights
+from kernels.experts import ExpertShape, ExpertWeights
 from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
 from kernels.fp8_groups import GROUP
 from kernels.int4 import Int4Matrix
@@ -61,7 +62,8 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
 class LayerWeights:
     """One decoder layer; matrices are [out, in].
 
-    A gated delta net has its `in_proj` in the place of q, k and v.
+    A gated delta net has its `in_proj` in the place of q, k and v. Beside experts, gate_up and down
+    are those of the MLP that all tokens share, or of width 0.
     """
 
     attention_norm: torch.Tensor | None  # [E]
@@ -78,6 +80,7 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
     delta: DeltaWeights | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,13 +452,44 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             "o": fuse(O, (hidden,), config.q_size),
             **_load_attention_extras(checkpoint, config, f"{prefix}.self_attn"),
         }
-    return LayerWeights(
-        gate_up=fuse(GATE_UP, (inner, inner), hidden),
-        down=fuse(MLP[2:], (hidden,), inner),
-        **mixer,
-        **norms,
-        **_load_mlp_biases(checkpoint, config, f"{prefix}.mlp"),
-    )
+    experts = None
+    if config.plan.experts is not None and index in config.plan.expert_layers:
+        experts = _load_experts(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
+    if experts is not None and experts.shared_gate is None:
+        mlp: dict[str, Any] = {
+            "gate_up": experts.router.new_empty(0, hidden),
+            "down": experts.router.new_empty(hidden, 0),
+        }
+    else:
+        gate, up, down = MLP if experts is None else config.mlp
+        mlp = {
+            "gate_up": fuse((gate, up), (inner, inner), hidden),
+            "down": fuse((down,), (hidden,), inner),
+            **_load_mlp_biases(checkpoint, config, f"{prefix}.mlp"),
+        }
+    return LayerWeights(**mixer, **norms, **mlp, experts=experts)
+
+
+def _load_experts(
+    checkpoint: TensorSource, prefix: str, hidden: int, shape: ExpertShape
+) -> ExpertWeights:
+    """Read experts, whose matrices a checkpoint has in two tensors or one by one."""
+    num, inner, experts = shape.num, shape.inner, f"{prefix}.experts"
+    sizes = (num, 2 * inner, hidden), (num, hidden, inner)
+    if checkpoint.has(f"{experts}.gate_up_proj"):
+        stacked = zip(("gate_up", "down"), sizes, strict=True)
+        stacks = [checkpoint.load(f"{experts}.{n}_proj", *size) for n, size in stacked]
+    else:
+        stacks = []
+        for parts, size in zip((("gate", "up"), ("down",)), sizes, strict=True):
+            names = (*(f"{experts}.{i}.{part}_proj.weight" for i in range(num) for part in parts),)
+            matrix = checkpoint.fuse(names, (size[1] // len(parts),) * len(names), size[2])
+            stacks.append(dense(matrix, torch.float32).view(size))
+    shared = None
+    if shape.has_shared:
+        shared = checkpoint.load(f"{prefix}.shared_expert_gate.weight", 1, hidden)
+    router = checkpoint.load(f"{prefix}.gate.weight", num, hidden)
+    return ExpertWeights(router, stacks[0], stacks[1], shared)
 
 
 def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> DeltaWeights:

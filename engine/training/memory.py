@@ -55,7 +55,10 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     if plan.delta is not None:  # its graph: each stage in float32, and a chunk's tables
         mixed, values = plan.delta.widths[:2]
         mixer = max(mixer, 4 * (6 * mixed + 6 * values + _DELTA_TABLES * plan.delta.num_values))
-    return mixer + dtype.itemsize * 2 * config.intermediate_size
+    mlp, experts = 2 * config.intermediate_size, plan.experts
+    if experts is not None:  # autograd's graph, of each expert that a token goes through
+        mlp += experts.chosen * (3 * experts.inner + config.hidden_size) + 2 * experts.num
+    return mixer + dtype.itemsize * mlp
 
 
 def plan_memory(

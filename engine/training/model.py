@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.rope import LayerRopes
 from engine.model.weights import LayerWeights, Weights
 from engine.training.packer import MicroBatch
+from kernels.experts import ExpertWeights, expert_mlp
 from kernels.training import (
     DeltaHeads,
     GatedHeads,
@@ -29,6 +31,7 @@ from kernels.training import (
     answer_loss,
     attention_sublayer,
     mlp_sublayer,
+    rms_norm,
 )
 
 
@@ -51,9 +54,10 @@ class TrainingModel:
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         device = weights.embedding.device
-        if config.plan.delta is not None and device.type != "cpu":
+        if config.plan.on_a_cpu_alone and device.type != "cpu":
             raise UnsupportedModel(
-                "adapters over gated delta nets are trained on a CPU alone: use one",
+                f"adapters of models with {config.plan.on_a_cpu_alone} are trained on a CPU alone: "
+                "use one",
                 param="device",
             )
         self._rope = LayerRopes(
@@ -161,6 +165,9 @@ class TrainingModel:
             keep=keep,
             out_norm=self._norm(layer.attention_out_norm),
         )
+        experts = layer.experts
+        if experts is not None and experts.shared_gate is None:
+            return attended + self._of_experts(attended, layer, experts, keep)
         both = mlp_sublayer(
             hidden if plan.is_parallel else attended,
             self._norm(layer.attention_norm if plan.is_parallel else layer.mlp_norm),
@@ -172,7 +179,36 @@ class TrainingModel:
             out_norm=self._norm(layer.mlp_out_norm),
             is_gelu=plan.is_gelu,
         )
+        if experts is not None:
+            share = self._share(attended, layer, experts)
+            return attended.lerp(both, share) + self._of_experts(attended, layer, experts, keep)
         return attended + both - hidden if plan.is_parallel else both
+
+    def _of_experts(
+        self, hidden: torch.Tensor, layer: LayerWeights, experts: ExpertWeights, keep: bool
+    ) -> torch.Tensor:
+        """hidden [T, E] -> what experts, which have no adapters, make of its norm, by autograd"""
+        shape = self.config.plan.experts
+        assert shape is not None
+
+        def through(hidden: torch.Tensor) -> torch.Tensor:
+            return expert_mlp(self._mlp_norm(hidden, layer), experts, shape)
+
+        if keep:
+            return through(hidden)
+        out: torch.Tensor = checkpoint(through, hidden, use_reentrant=False)
+        return out
+
+    def _share(
+        self, hidden: torch.Tensor, layer: LayerWeights, experts: ExpertWeights
+    ) -> torch.Tensor:
+        """Return the share [T, 1] of the MLP that stands beside experts."""
+        assert experts.shared_gate is not None
+        return functional.linear(self._mlp_norm(hidden, layer), experts.shared_gate).sigmoid()
+
+    def _mlp_norm(self, hidden: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+        assert layer.mlp_norm is not None
+        return rms_norm(hidden, layer.mlp_norm, self.config.plan.eps)
 
     def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
         plan = self.config.plan

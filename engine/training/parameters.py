@@ -15,7 +15,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
-from engine.training.run import RunSettings
+from engine.training.run import LINEARS, RunSettings
 from kernels.lora.table import FUSED, Projection
 from kernels.training import SPAN, Placement, Pools
 
@@ -134,12 +134,21 @@ class AdapterLayout:
         self.size = -(-end // SPAN) * SPAN
 
     def check_targets(self, config: ModelConfig) -> None:
-        """Raise RunRefused for a target that no layer has."""
-        layers = range(config.num_layers)
+        """Raise RunRefused for a target that no layer has.
+
+        All of LINEARS together are the default, which means as many of them as the base has.
+        """
+        layers, targets = range(config.num_layers), set(self._settings.target_modules)
         names = {linear.rpartition(".")[2] for i in layers for linear in config.linears(i)}
+        if targets >= set(LINEARS):
+            targets -= set(LINEARS)
         for name in self._settings.target_modules:
-            if name not in names:
-                raise RunRefused(f"no layer of the base has {name}", param="target_modules")
+            if name in targets - names:
+                raise RunRefused(
+                    f"no layer of the base has a linear {name} that takes adapters: name some of "
+                    f"{', '.join(sorted(names))}",
+                    param="target_modules",
+                )
 
     def tensors(self, pool: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
         """Return A and B of every module by PEFT's names, as views of a pool's span at `first`."""

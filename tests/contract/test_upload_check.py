@@ -288,6 +288,30 @@ def test_unknown_tensors_are_refused(name: str) -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("module", ["experts", "experts.base_layer", "experts.3.gate_proj"])
+def test_tensors_of_experts_are_refused_as_such(module: str) -> None:
+    """As PEFT names them over stacked matrices, and over a linear of each expert."""
+    name = FIRST.replace("self_attn.q_proj", f"mlp.{module}")
+    found = reasons_for(files.config_bytes(), files.pack({**TENSORS, name: TENSORS[FIRST]}))
+    why = "LoRA of routed experts is not supported: train other linears"
+    assert found == {name: why}
+
+
+@pytest.mark.parametrize("linear", ["gate_proj", "gate"])
+def test_a_base_with_experts_has_no_linears_in_its_mlps(linear: str) -> None:
+    base = BaseShape.from_config({**TINY_CONFIG, "model_type": "qwen3_moe"})
+    name = FIRST.replace("self_attn.q_proj", f"mlp.{linear}")
+    kept = {each: tensor for each, tensor in TENSORS.items() if "q_proj" in each}
+    for targets, tensors, field in (
+        (["q_proj"], {**kept, name: TENSORS[FIRST]}, name),
+        (["q_proj", linear], kept, "target_modules"),
+    ):
+        config, start = files.config_bytes(target_modules=targets), files.pack(tensors)
+        with pytest.raises(AdapterProblems) as caught:
+            check_adapter(config=config, start=start, file_bytes=len(start), base=base, max_rank=64)
+        assert [problem.field for problem in caught.value.problems] == [field]
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

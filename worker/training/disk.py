@@ -129,7 +129,7 @@ def save_peft(tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, folde
         task_type=TaskType.CAUSAL_LM,
         r=hyper.rank,
         lora_alpha=int(hyper.alpha) if hyper.alpha == int(hyper.alpha) else hyper.alpha,
-        target_modules=list(hyper.target_modules),
+        target_modules=sorted({name.split(".")[-3] for name in tensors}),
         inference_mode=True,
     ).save_pretrained(folder)
     # Each in memory of its own, as the library demands.

@@ -22,6 +22,8 @@ from engine.model.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
     seed_oss,
     smollm3,
 )
@@ -46,4 +48,6 @@ PLANS: dict[str, Callable[[Fields], Plan]] = {
     "olmo3": olmo3.read_plan,
     "cohere2": cohere2.read_plan,
     "qwen3_5_text": qwen3_5.read_plan,
+    "qwen3_moe": qwen3_moe.read_plan,
+    "qwen3_5_moe_text": qwen3_5_moe.read_plan,
 }

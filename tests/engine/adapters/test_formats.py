@@ -29,13 +29,14 @@ from tests.engine.adapters.formats import (
 from tests.engine.adapters.formats import make_engine as make
 from tests.engine.adapters.test_extras import edited
 from tests.engine.conftest import prompt, request, run
-from tests.engine.model.families import FAMILIES, FUSED, ON_A_GPU, save_family
+from tests.engine.model.families import FAMILIES, FUSED, ON_A_GPU, WITH_EXPERTS, save_family
 
 MakeOracle = Callable[[str], FormatOracle]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Between them biases, a tied head, windows, norms of q and k; the interpreter is slow.
-# The formats name the linears that fused families have as one: `test_families.py` has those.
-UNFUSED = [name for name, (model_type, _) in FAMILIES.items() if model_type not in FUSED]
+# The formats name linears that some families have as one or do not let adapters change:
+# `test_families.py` has those.
+APART = [name for name, (kind, _) in FAMILIES.items() if kind not in (*FUSED, *WITH_EXPERTS)]
 CHOSEN = ["llama-biases", "mistral", "qwen2", "qwen3-biases"]
 on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
 
@@ -55,7 +56,7 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
 
 @pytest.mark.parametrize(
     ("family", "max_step_tokens"),
-    [*((family, 512) for family in UNFUSED), *((family, 29) for family in CHOSEN)],
+    [*((family, 512) for family in APART), *((family, 29) for family in CHOSEN)],
 )
 def test_formats_on_a_cpu(make_oracle: MakeOracle, family: str, max_step_tokens: int) -> None:
     """In one step, and with prompts cut in chunks."""
@@ -67,13 +68,13 @@ def test_formats_on_a_cpu(make_oracle: MakeOracle, family: str, max_step_tokens:
 
 BY_GRAPHS, ALL = [*NARROW, *NARROW_BLENDS], [*FORMATS, *BLENDS]
 LAUNCHED = [*WIDE, *WIDE_BLENDS]
-ON_A_GPU = (
+GPU_CASES = (
     [
         ("qwen3-biases", LAUNCHED),
         *zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True),
     ]
     if IS_INTERPRETED
-    else [(family, names) for family in UNFUSED if family in ON_A_GPU for names in (BY_GRAPHS, ALL)]
+    else [(family, names) for family in APART if family in ON_A_GPU for names in (BY_GRAPHS, ALL)]
 )
 #: Graphs and windows; launch by launch, norms and biases. `test_new_tokens_take_graphs` has a tied
 #: head; all formats over biases have `test_every_format_is_scored`.
@@ -91,7 +92,7 @@ def interpreted_long(case: tuple[str, list[str]]) -> list[pytest.MarkDecorator]:
         pytest.param(
             family, names, id=f"{family}-{len(names)}", marks=interpreted_long((family, names))
         )
-        for family, names in ON_A_GPU
+        for family, names in GPU_CASES
     ],
 )
 def test_formats_on_a_gpu(make_oracle: MakeOracle, family: str, names: list[str]) -> None:

@@ -157,34 +157,72 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "qwen3_moe-sliding": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
 }
+FAMILIES["qwen3_5_moe"] = (
+    "qwen3_5_moe_text",
+    {
+        **FAMILIES["qwen3_5"][1],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 56,
+    },
+)
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name, (model_type, _) in FAMILIES.items() if model_type != "qwen3_5_text"]
+ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
     "mistral3": ("mistral", {"image_token_index": 250}),
     "qwen3_5": ("qwen3_5", {"image_token_id": 250, "video_token_id": 251}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"image_token_id": 250, "video_token_id": 251}),
 }
 _VISION_TYPES = {
     "gemma3": "siglip_vision_model", "mistral3": "pixtral", "qwen3_5": "qwen3_5_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision",
 }  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 4, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
 }  # fmt: skip
 #: Families whose modules have these names in the place of Llama's.
-FUSED = {
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
 }
 #: Further modules of a family, which take adapters where these of Llama's do.
-BESIDE = {
-    "qwen3_5_text": {
-        "k_proj": ("in_proj_qkv", "in_proj_a"),
-        "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
-    }
+_OF_DELTA = {
+    "k_proj": ("in_proj_qkv", "in_proj_a"),
+    "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
 }
+BESIDE = {"qwen3_5_text": _OF_DELTA, "qwen3_5_moe_text": _OF_DELTA}
+#: Families of which adapters change attention alone.
+WITH_EXPERTS = ("qwen3_moe",)
 COMMON = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -203,6 +241,8 @@ COMMON = {
 def targets(base: Path, linears: list[str]) -> list[str]:
     """The modules of a base that are these of Llama's."""
     model_type = json.loads((base / "config.json").read_text())["model_type"]
+    if model_type in WITH_EXPERTS:
+        linears = [each for each in linears if each not in ("gate_proj", "up_proj", "down_proj")]
     fused, beside = FUSED.get(model_type, {}), BESIDE.get(model_type, {})
     names = {part: module for module, parts in fused.items() for part in parts}
     found = (module for linear in linears for module in (linear, *beside.get(linear, ())))

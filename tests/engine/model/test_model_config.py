@@ -23,6 +23,7 @@ from engine.model.hf_weights import share_model
 from engine.model.rope import LayerRopes, Rotation
 from engine.model.weights import load_weights
 from kernels.delta import DeltaShape
+from kernels.experts import ExpertShape
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
 
@@ -252,6 +253,43 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rotations": (None, None, None, Rotation(theta=1e7, share=0.25)), "q_rows": 8192,
         },
     ),
+    "qwen3.5-35b-a3b, shortened": (
+        {
+            "model_type": "qwen3_5_moe", "image_token_id": 248056, "tie_word_embeddings": False,
+            "text_config": {
+                "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+                "hidden_act": "silu", "hidden_size": 2048,
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                "mlp_only_layers": [], "moe_intermediate_size": 512,
+                "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1,
+                "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4,
+                "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+            },
+            "vision_config": {"depth": 27, "model_type": "qwen3_5_moe_vision"},
+        },
+        {
+            "experts": ExpertShape(256, 8, 512, is_normed=True, has_shared=True),
+            "expert_layers": (0, 1, 2, 3), "delta_layers": (0, 1, 2), "intermediate_size": 512,
+            "tie_embeddings": False, "max_positions": 32768,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        {
+            "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 6144, "max_position_embeddings": 40960,
+            "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+            "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+        },
+        {
+            "experts": ExpertShape(128, 8, 768, is_normed=True),
+            "expert_layers": tuple(range(48)), "q_size": 4096, "qk_norm": "head", "windows": (),
+        },
+    ),
 }  # fmt: skip
 
 
@@ -422,6 +460,19 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("qwen3_5", linear_key_head_dim=0), "linear_key_head_dim"),
         (config_of("qwen3_5", quantization_config={"bits": 4}), "quantization_config"),
         (config_of("qwen3_5", num_experts=8), "num_experts"),
+        (config_of("qwen3_moe", num_experts_per_tok=7), "num_experts_per_tok"),
+        (config_of("qwen3_moe", num_experts=0), "num_experts"),
+        (config_of("qwen3_moe", num_local_experts=7), "num_local_experts"),
+        (config_of("qwen3_moe", mlp_only_layers=1), "mlp_only_layers"),
+        (config_of("qwen3_moe", decoder_sparse_step=0), "decoder_sparse_step"),
+        (config_of("qwen3_moe", output_router_logits=True), "output_router_logits"),
+        (config_of("qwen3_moe", num_shared_experts=8), "num_shared_experts"),
+        (config_of("qwen3_moe", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob"),
+        (
+            config_of("qwen3_5_moe", shared_expert_intermediate_size=0),
+            "shared_expert_intermediate_size",
+        ),
         ({"model_type": "gemma3"}, "text_config"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, "text_config"),
         ({"model_type": "gemma3", "text_config": {}, "audio_config": {"a": 1}}, "audio_config"),
@@ -554,6 +605,38 @@ def test_a_missing_or_quantised_tensor_is_named(tmp_path: Path, name: str, tenso
         assert raised.value.param == tensor
 
 
+def test_experts_are_stacked_in_a_checkpoint_or_apart(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, "qwen3_moe")
+    config, file = ModelConfig.from_folder(base), base / "model.safetensors"
+    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in load_file(file)
+    apart = load_weights(base, config, "cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, file)
+    stacked = load_weights(base, config, "cpu", torch.float32)
+    for one, other in zip(apart.layers, stacked.layers, strict=True):
+        if one.experts is not None and other.experts is not None:
+            assert torch.equal(one.experts.gate_up, other.experts.gate_up)
+            assert torch.equal(one.experts.down, other.experts.down)
+    assert [layer.experts is None for layer in stacked.layers] == [False, True, False]
+    name = "model.layers.2.mlp.experts.down_proj"
+    save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, file)
+    with pytest.raises(UnsupportedModel) as raised:
+        load_weights(base, config, "cpu", torch.float32)
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize("setting", [{"use_triton": True}, {"base_precision": "fp8"}])
+def test_what_experts_have_no_kernels_for_is_refused(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    base = save_family(tmp_path, "qwen3_moe")
+    with pytest.raises(UnsupportedModel, match="has experts, for which"):
+        Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
+
+
 def test_an_unnamed_bias_is_refused(tmp_path: Path) -> None:
     """A Llama whose file has biases that its config does not speak of."""
     base = save_family(tmp_path, "llama-biases")
@@ -576,6 +659,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
     assert config.o_bias == (f"{attention}.o_proj.bias" in found)
     assert config.mlp_bias == (f"{mlp}.down_proj.bias" in found)
+    assert (1 in config.plan.expert_layers) == (f"{mlp}.gate.weight" in found)
     assert plan.base_shape(config) == BaseShape.from_config(
         json.loads((base / "config.json").read_text())
     )

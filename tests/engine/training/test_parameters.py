@@ -94,8 +94,18 @@ def test_the_linears_have_the_kernels_places(tmp_path: Path) -> None:
     assert places == {name: Projection[name.split("_")[0].upper()] for name in LINEARS}
 
 
-def test_a_target_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(save_family(tmp_path, "llama"))
-    layout = AdapterLayout(config, RunSettings(target_modules=("q_proj", "in_proj_z")))
-    with pytest.raises(RunRefused, match="in_proj_z"):
+@pytest.mark.parametrize(
+    ("family", "targets", "name"),
+    [
+        ("llama", ("q_proj", "in_proj_z"), "in_proj_z"),
+        ("llama", (*LINEARS, "in_proj_z"), "in_proj_z"),
+        ("qwen3_moe", ("q_proj", "up_proj"), "up_proj"),
+    ],
+)
+def test_a_target_that_no_layer_has_is_refused(
+    tmp_path: Path, family: str, targets: tuple[str, ...], name: str
+) -> None:
+    config = ModelConfig.from_folder(save_family(tmp_path, family))
+    layout = AdapterLayout(config, RunSettings(target_modules=targets))
+    with pytest.raises(RunRefused, match=f"a linear {name} that"):
         layout.check_targets(config)

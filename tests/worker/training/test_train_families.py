@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +15,24 @@ from engine.text.codec import TextCodec
 from tests.tiny_base import write_tiny_base
 from tests.worker.training.job_runs import run_here, write_job, write_rows
 
-FAMILIES = {
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "gemma3_text": {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window": 6},
-    "qwen3_5_text": {
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": EXPERTS,
 }
 
 
