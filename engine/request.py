@@ -15,6 +15,9 @@ from contract.ranges import Range
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 
+#: What an engine with FP8 adapters is told behind a digest for it to keep that adapter as its files
+#: have it, in bf16; the two are as different as two adapters.
+ORIGINAL = ":original"
 _SEQUENCES = Range(1, 64, is_whole=True)
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.weights import dense, load_weights
+from engine.request import ORIGINAL
 from kernels.fp8 import quantize_tensor
 from tests.engine.conftest import save_adapter
 from tests.engine.model.families import save_family
@@ -95,13 +96,18 @@ def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, n
     engine.close()
 
 
-def round_matrices(adapter: Path) -> None:
-    """Round A and B of each linear as FP8 tiles do: rounding them again changes nothing."""
+def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """Round a matrix as FP8 tiles do; doing it again changes nothing."""
+    numbers, scale = quantize_tensor(tensor)
+    return numbers.float() * scale
+
+
+def round_matrices(adapter: Path, rounded: Callable[[torch.Tensor], torch.Tensor] = to_fp8) -> None:
+    """Round A and B of each linear."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, tensor in tensors.items():
         if "layers." in name and name.endswith((".lora_A.weight", ".lora_B.weight")):
-            numbers, scale = quantize_tensor(tensor)
-            tensors[name] = numbers.float() * scale
+            tensors[name] = rounded(tensor)
     save_file(tensors, adapter / "adapter_model.safetensors")
 
 
@@ -119,6 +125,30 @@ def test_adapters_in_fp8(family: Callable[[str], Path], tmp_path: Path, page_siz
     oracle.tolerance = 2 * TOLERANCE
     check(engine, oracle, [("dora", 40), ("all", 33)])
     assert oracle.mean_error < 0.1
+    engine.close()
+
+
+def test_originals_beside_adapters_in_fp8(family: Callable[[str], Path], tmp_path: Path) -> None:
+    """In one batch and one blend, each in its own precision: an original is what bf16 makes of it.
+
+    DoRA's B is rounded to bf16 once more.
+    """
+    base = family("qwen2")
+    copies, originals = (save_adapters(base, tmp_path / name) for name in ("fp8", "bf16"))
+    for folder in copies.values():
+        round_matrices(folder)
+    for folder in originals.values():
+        round_matrices(folder, lambda tensor: tensor.bfloat16().float())
+    kept = {name + ORIGINAL: folder for name, folder in originals.items()}
+    oracle = FamilyOracle(base, {**copies, **kept})
+    oracle.blend("both", {"kv": 0.5, "kv" + ORIGINAL: 0.75})
+    engine = make_engine(oracle, adapter_precision="fp8")
+    adapters = ["all", "kv", *(name for name in kept if name != "dora" + ORIGINAL), "both", None]
+    check(engine, oracle, [(adapter, 20 + i) for i, adapter in enumerate(adapters)])
+    assert oracle.mean_error < 1e-4
+    oracle.tolerance = 0.15
+    check(engine, oracle, [("dora" + ORIGINAL, 40)])
+    assert oracle.mean_error < 0.02
     engine.close()
 
 
