@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -21,6 +21,11 @@ ORIGINAL = ":original"
 _SEQUENCES = Range(1, 64, is_whole=True)
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
+
+
+def digests_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the digests that an engine's names of adapters begin with, each once, in order."""
+    return tuple(dict.fromkeys(name.removesuffix(ORIGINAL) for name in names))
 
 
 class Priority(enum.StrEnum):
