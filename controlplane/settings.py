@@ -325,6 +325,9 @@ PROBE_WAIT_S = env_number("LORIKEET_PROBE_WAIT_S", 120.0)
 
 #: KL in nats per token from the base before it was quantised, above which the doctor warns.
 PRECISION_MAX_KL = env_number("LORIKEET_PRECISION_MAX_KL", 0.1)
+#: Nats by which an adapter's copy in FP8 may change a token's log-probability, on average over the
+#: probe's prompts; beyond that its original answers.
+COPY_MAX_NATS = env_number("LORIKEET_COPY_MAX_NATS", 0.05)
 
 #: Seconds in which new workers should finish the waiting requests; lower: more workers.
 TARGET_WAIT_S = env_number("LORIKEET_TARGET_WAIT_S", 10.0, 0.01)
