@@ -8,6 +8,7 @@ log-probabilities are near, not equal.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from engine.model.weights import dense, load_weights
 from engine.request import ORIGINAL
 from kernels.fp8 import quantize_tensor
 from tests.engine.conftest import save_adapter
-from tests.engine.model.families import save_family
+from tests.engine.model.families import FUSED, save_family, targets
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
     ADAPTERS,
@@ -37,6 +38,11 @@ from tests.engine.model.test_families import (
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
+#: Those whose linears have other names are in `FUSED`.
+FURTHER = (
+    "gemma3", "olmo2", "granite", "cohere2", "smollm3-sliding", "olmo3", "seed_oss", "ministral3",
+    "exaone4", "phi3", "glm4",
+)  # fmt: skip
 #: Differences of log-probabilities, the largest and the mean. If adapters read the rounded
 #: activation, some would be above 0.3.
 TOLERANCE, MEAN_TOLERANCE = 0.3, 0.04
@@ -47,28 +53,35 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
 
 
-def save_adapters(base: Path, folder: Path) -> dict[str, Path]:
+def save_adapters(base: Path, folder: Path, family: str = "llama") -> dict[str, Path]:
     return {
-        name: save_adapter(base, folder / name, seed, **config)
+        name: save_adapter(
+            base,
+            folder / name,
+            seed,
+            **{**config, "target_modules": targets(family, config["target_modules"])},
+        )
         for seed, (name, config) in enumerate(ADAPTERS.items())
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-biases", "mistral", "qwen2", "qwen3", "gemma3", "olmo2", "granite", "cohere2"]
-)
+@pytest.mark.parametrize("name", ["llama-biases", "mistral", "qwen2", "qwen3", *FURTHER])
 def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
-    adapters = save_adapters(base, tmp_path)
-    oracle = FamilyOracle(base, adapters, make_fp8, TOLERANCE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path, name), make_fp8, TOLERANCE)
     engine = make_engine(oracle, base_precision="fp8")
     check(engine, oracle)
     assert oracle.mean_error < MEAN_TOLERANCE
     engine.close()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(FORMATS, KINDS),
+        *(("channel-token", kind) for kind in FURTHER if kind not in FUSED),
+    ],
+)
 def test_a_checkpoint_of_each_format(
     family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -83,12 +96,10 @@ def test_a_checkpoint_of_each_format(
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen2", "qwen3-yarn", "gemma3", "olmo2", "cohere2"]
-)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-yarn", *FURTHER])
 def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
-    oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path, name), keep_kv_in_fp8, TOLERANCE)
     engine = make_engine(oracle, kv_precision="fp8", page_size=64)
     check(engine, oracle)
     assert oracle.mean_error < MEAN_TOLERANCE
