@@ -189,8 +189,8 @@ class AdapterVersion(TenantModel):
     accepts_base_mismatch = models.BooleanField(default=False, db_default=False)
     #: True if workers that keep adapters in FP8 keep this one as it is stored, whatever was found.
     keeps_original = models.BooleanField(default=False, db_default=False)
-    #: By how many nats a token's log-probability on a worker changes, on average, with its copy in
-    #: FP8 instead of its original; None: no probe has compared the two.
+    #: By how many nats a token's log-probability is further from PEFT's, on average, with its copy
+    #: in FP8 than with its original; None: no probe has compared the two.
     copy_nats = models.FloatField(null=True, blank=True)
     #: When it was deprecated; it still answers.
     deprecated_at = models.DateTimeField(null=True, blank=True)

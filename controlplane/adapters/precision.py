@@ -1,7 +1,7 @@
 """The precision in which workers that keep adapters in FP8 answer with a version.
 
 Its copy in FP8 is made by each worker from the original, which the store keeps as it came. The copy
-answers once a probe has found that it changes little (`AdapterVersion.is_in_fp8`). All act for the
+answers once a probe has found it good enough (`AdapterVersion.is_in_fp8`). All act for the
 tenant in scope; gateways see a change within half a second, and running requests finish as they
 began.
 """

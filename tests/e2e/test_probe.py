@@ -160,7 +160,7 @@ def test_a_quantized_worker_agrees_within_its_precision(
     assert (probe["status"], probe["precisions"]) == ("agreed", [told])
     assert all(0 < abs(probe[name]) < 0.5 for name in ("base_nats", "nats"))
     assert probe["strength"] == pytest.approx(1, abs=0.1)
-    assert version["copy_nats"] == probe["copy_nats"] > 0, "both were asked"
+    assert version["copy_nats"] == probe["copy_nats"] != 0, "both were asked"
     assert version["is_in_fp8"] == (probe["copy_nats"] <= 0.05)
     assert (rejected["status"], rejected["probe"]["status"]) == ("rejected", "mismatch")
 

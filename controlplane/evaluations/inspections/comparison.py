@@ -11,7 +11,7 @@ and the probe says nothing about the adapter.
 A worker with a quantised base, or quantised keys and values, computes something else than PEFT even
 without an adapter. How far its values are off without one then widens the tolerance of those with
 one, and only a base that is another model's counts as different. A worker that keeps adapters in
-FP8 is compared by the version's original; its copy is compared with that, by `copy_nats`.
+FP8 is compared by the version's original; `copy_nats` says what its copy adds to the differences.
 """
 
 from __future__ import annotations
@@ -127,14 +127,20 @@ def compare(
     )
 
 
-def copy_nats(original: Scores, copy: Scores) -> float:
-    """Return by how much a token's log-probability changes with the copy, on average.
+def copy_nats(reference: Scores, original: Scores, copy: Scores) -> float:
+    """Return by how many nats a token of the copy is further from PEFT's than one of the original.
 
-    A million if one of them is no finite number.
+    On average; a million if one of the copy's is no finite number. The two alone could not be
+    compared: over a base in FP8, a change of the last bit anywhere rounds activations to their
+    neighbours, and a good copy changes a token by as much as the base does.
     """
-    pairs = list(zip(original.values(), copy.values(), strict=True))
-    nats = sum(abs(a - b) for a, b in pairs) / max(1, len(pairs))
+    nats = _mean_distance(reference, copy) - _mean_distance(reference, original)
     return nats if math.isfinite(nats) else 1e6
+
+
+def _mean_distance(reference: Scores, served: Scores) -> float:
+    pairs = list(zip(reference.values(), served.values(), strict=True))
+    return sum(abs(a - b) for a, b in pairs) / max(1, len(pairs))
 
 
 def _largest(reference: Scores, served: Scores) -> float:

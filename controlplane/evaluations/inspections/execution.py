@@ -232,7 +232,7 @@ def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -
         raise NotRun(f"The worker's base model is not the inspector's: {verdict.base_problem}")
     summary = _summary(verdict, served, reference["dtype"], served_dtype)
     if copy is not None:
-        version.copy_nats = round(copy_nats(served.scores, copy.scores), 5)
+        version.copy_nats = round(copy_nats(wanted, served.scores, copy.scores), 5)
         summary["copy_nats"] = version.copy_nats
         if version.is_in_fp8 and copy.device_bytes:
             summary["device_bytes"] = copy.device_bytes

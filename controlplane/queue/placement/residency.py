@@ -80,7 +80,7 @@ class Residency:
 
     @property
     def max_nats(self) -> float:
-        """Return by how much a copy in FP8 may change a token."""
+        """Return by how many nats a copy in FP8 may be off, see `AdapterVersion.copy_nats`."""
         return settings.COPY_MAX_NATS
 
     @property

@@ -110,7 +110,7 @@ def test_the_page_shows_the_report(acme: Party, base_model: BaseModel, status: s
         assert shown in text, shown
     assert '0.0312 nats a token <meter min="0" max="0.1" value="0.0312"' in text
     assert "fp8, keys and values in bfloat16, adapters in fp8" in text
-    assert "its copy in FP8 <meter" in text and "a token by 0.0123 nats on average" in text
+    assert "its copy in FP8 <meter" in text and "is 0.0123 nats a token further" in text
     assert text.count("<polyline") == len(NAMES)
     assert text.count('class="point"') == 100
     assert "Inspect again" not in text  # a viewer cannot

@@ -182,12 +182,12 @@ def test_the_console_says_and_sets_what_a_version_answers_in(
 
     assert "its original, until a probe compares" in told()
     AdapterVersion.objects.update(copy_nats=0.0125)
-    assert "its copy in FP8" in told() and "by 0.0125 nats on average" in told()
+    assert "its copy in FP8" in told() and "is 0.0125 nats a token further" in told()
     browser.post(f"{page}/keep-original")
     assert "its original, as somebody asked" in told()
     browser.post(f"{page}/allow-copy")
     AdapterVersion.objects.update(copy_nats=3.0)
-    assert "its copy in FP8 changes too much" in told()
+    assert "its copy in FP8 is off too far" in told()
 
 
 def test_all_workers_of_the_base_are_asked(adapter: Adapter, pool: Pool) -> None:

@@ -63,7 +63,7 @@ keep_original = _button(
 )
 allow_copy = _button(
     functools.partial(precision.version_original_set, keeps_original=False),
-    "answered with its copy in FP8 where that changes little",
+    "answered with its copy in FP8 if that is good enough",
 )
 unretire = _button(retirement.version_unretire, "ready again")
 

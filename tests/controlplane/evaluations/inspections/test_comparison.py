@@ -141,15 +141,17 @@ def test_a_quantised_base_widens_the_tolerance() -> None:
     assert "nats less likely" in judge(scores(adapter), moved(scores(base), 4.0)).base_problem
 
 
-def test_a_copy_is_judged_by_its_mean_change() -> None:
-    """Changes of both signs do not make up for each other, and no number is too large to store."""
+def test_a_copy_is_judged_by_what_it_adds_to_the_distance() -> None:
+    """Changes of both signs do not make up for each other; noise that both have does not count."""
     _, adapter = made(seed=1)
-    original = scores(adapter)
-    assert copy_nats(original, original) == 0
-    assert copy_nats(original, moved(original, 0.25)) == pytest.approx(0.25)
+    exact = scores(adapter)
+    assert copy_nats(exact, exact, moved(exact, 0.25)) == pytest.approx(0.125)
     both_ways = scores([[v + (-0.5) ** (1 + i % 2) for i, v in enumerate(p)] for p in adapter])
-    assert copy_nats(original, both_ways) == pytest.approx(0.375)
-    assert copy_nats(original, moved(original, math.nan)) == 1e6
+    assert copy_nats(exact, exact, both_ways) == pytest.approx(0.375)
+    assert copy_nats(exact, both_ways, exact) == pytest.approx(-0.375)
+    first, second = (scores(noisy(adapter, 0.2, seed)) for seed in (1, 2))
+    assert abs(copy_nats(exact, first, second)) < 0.05
+    assert copy_nats(exact, exact, moved(exact, math.nan)) == 1e6
 
 
 def test_the_widest_dtype_decides() -> None:
