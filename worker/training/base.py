@@ -12,7 +12,13 @@ from contract.training.job import JobError
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
 from engine.text.codec import TextCodec
-from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
+from engine.training.memory import (
+    MemoryPlan,
+    bytes_per_element,
+    dense_bytes,
+    elements_of,
+    plan_memory,
+)
 from engine.training.model import TrainingModel
 from engine.training.run import RunRequest
 from engine.training.trainer import BatchTrainer, TrainerConfig
@@ -101,6 +107,7 @@ def open_base(
             wanted_elements=own + min(later, sizes[0]),
             least_elements=sizes[0],
             later_elements=later,
+            dense_bytes=dense_bytes(weights.layers, dtype),
         )
     model = TrainingModel(config, weights, plan.num_recomputed)
     settings = TrainerConfig(
