@@ -169,8 +169,8 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     keeps_original = serializers.BooleanField(help_text=ORIGINAL_HELP)
     copy_nats = serializers.FloatField(
         allow_null=True,
-        help_text="By how many nats a token is further from PEFT's log-probability with its copy in "
-        "FP8 than with its original, on average over the probe's prompts; null until it is probed.",
+        help_text="By how many nats a token is further from PEFT's log-probability with its copy "
+        "in FP8 than with its original, on average over the probe's prompts; null until then.",
     )
     is_in_fp8 = serializers.BooleanField(
         help_text="Whether workers that keep adapters in FP8 answer with that copy."

@@ -122,20 +122,26 @@ def round_matrices(adapter: Path, rounded: Callable[[torch.Tensor], torch.Tensor
     save_file(tensors, adapter / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_adapters_in_fp8(family: Callable[[str], Path], tmp_path: Path, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("qwen2", 16), *((name, 64) for name in (*KINDS, *FURTHER) if name not in FUSED)],
+)
+def test_adapters_in_fp8(
+    family: Callable[[str], Path], tmp_path: Path, name: str, page_size: int
+) -> None:
     """DoRA's B is rounded once more, after its factor is applied."""
-    base = family("qwen2")
-    adapters = save_adapters(base, tmp_path)
+    base = family(name)
+    adapters = save_adapters(base, tmp_path, name)
     for folder in adapters.values():
         round_matrices(folder)
     oracle = FamilyOracle(base, adapters)
     engine = make_engine(oracle, adapter_precision="fp8", page_size=page_size)
     check(engine, oracle, [case for case in CASES if case[0] != "dora"])
     assert oracle.mean_error < 1e-4
-    oracle.tolerance = 2 * TOLERANCE
-    check(engine, oracle, [("dora", 40), ("all", 33)])
-    assert oracle.mean_error < 0.1
+    if name == "qwen2":
+        oracle.tolerance = 2 * TOLERANCE
+        check(engine, oracle, [("dora", 40), ("all", 33)])
+        assert oracle.mean_error < 0.1
     engine.close()
 
 
