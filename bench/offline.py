@@ -1,6 +1,6 @@
 """Measure tokens/s of DashEngine for many prompts at once, on one GPU.
 
-    python -m bench.offline [--adapters 64] [--step-tokens 16384] [--running 512] [--out FILE]
+    python -m bench.offline [--adapters 64] [--precision fp8] [--step-tokens 16384] [--out FILE]
 
 The work: 512 prompts of 128 to 1024 random tokens, and 32 to 256 greedy tokens for each, without an
 end token; lengths are uniform and the same for every case. Cases: without adapters, and with
@@ -26,6 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.device import provenance
+from bench.engine import PRECISIONS
 from bench.machine import write_result
 from bench.workload import SHAPES, save_random_adapter
 from engine import DashConfig, DashEngine, SamplingParams
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--precision", choices=[*set(PRECISIONS) - {"int4"}], default="bf16")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--step-tokens", type=int, nargs="+", help="DashConfig.max_step_tokens")
@@ -158,14 +160,16 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     command = "python -m bench.offline " + " ".join(sys.argv[1:])
     for step_tokens in args.step_tokens or [None]:
-        config = DashConfig(max_step_tokens=step_tokens, max_running=args.running)
+        config = DashConfig(
+            max_step_tokens=step_tokens, max_running=args.running, **PRECISIONS[args.precision]
+        )
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, DashEngine(model, config) as engine:
             start_s = round(time.perf_counter() - started, 1)
             register_adapters(engine, Path(folder), args.adapters, dtype)
             for adapters in (0, args.adapters) if args.adapters else (0,):
                 row = measure(engine, work, adapters, args.rounds)
-                row["start_s"] = start_s
+                row |= {"start_s": start_s, "precision": args.precision}
                 results.append(row)
                 print(json.dumps(row), flush=True)
                 if args.out:

@@ -38,9 +38,19 @@ PRECISION_TARGETS: dict[PrecisionCase, tuple[str, str, str]] = {
     ("decode", 64, 1): ("64 / 1", "4.2", "8.31"),
     ("decode", 64, 64): ("64 / 64", "5.4; FP8 adapters 4.9", "31.6"),
     ("decode", 256, 64): ("256 / 64", "9.5", ""),
-    ("context", 32, 0): ("32 / 0, contexts of 4,096 tokens", "", "8.24"),
+    ("context", 32, 0): ("32 / 0, contexts of 4,096 tokens", "5.8 with FP8 KV", "8.24"),
     ("prefill", 16, 0): ("prefill of 16 × 1024, tokens/s", "78,000", "70,500"),
     ("prefill", 16, 16): ("the same with 16 adapters", "72,000", "27,300"),
+    ("offline", 512, 0): ("512 prompts at once, output tokens/s", "9,000", "7,660"),
+    ("offline", 512, 64): ("the same with 64 adapters", "7,500", ""),
+}
+# What a column shows: a precision of bench.engine, and its title.
+PRECISION_COLUMNS = {
+    "bf16": "bf16",
+    "fp8": "**FP8 base**",
+    "fp8, fp8 adapters": "FP8 adapters too",
+    "fp8, fp8 kv": "FP8 KV too",
+    "int4": "4 bits",
 }
 
 
@@ -273,24 +283,35 @@ def stands(figures: Figures) -> str:
 
 def precision_table(figures: Figures) -> str:
     found = {(row["precision"], _case(row)): row for row in figures.precision["results"]}
+    for adapters, row in figures.offline.items():
+        found["bf16", ("offline", row["prompts"], adapters)] = {"tok_s": row["output_tok_s"]}
 
     def cell(name: str, case: PrecisionCase) -> str:
         row = found.get((name, case))
         if row is None:
             return ""
-        return f"{row['tok_s']:,}" if case[0] == "prefill" else f"{row['ms_step']:.2f}"
+        text = f"{row['ms_step']:.2f}" if "ms_step" in row else f"{row['tok_s']:,}"
+        return f"**{text}**" if name == "fp8" else text
 
     host = figures.precision["host"]
+    commits: dict[str, set[str]] = {}
+    for row in figures.precision["results"]:
+        commits.setdefault(row["commit"], set()).add(row["precision"])
+    titles = {name: title.strip("*") for name, title in PRECISION_COLUMNS.items()}
+    measured = "; ".join(
+        f"{commit} ({', '.join(titles[name] for name in titles if name in own)})"
+        for commit, own in commits.items()
+    )
+    head = f"On one {host['gpu'].removeprefix('NVIDIA ')} at a time; commits {measured}:"
     lines = [
-        f"On one {host['gpu'].removeprefix('NVIDIA ')}, commit {host['commit']}:",
-        "",
-        "| batch / distinct adapters | bf16 | **FP8 base** | FP8 adapters | target | vLLM FP8 |",
-        "|---|---|---|---|---|---|",
+        *(textwrap.fill(head, WIDTH), ""),
+        f"| batch / distinct adapters | {' | '.join(PRECISION_COLUMNS.values())} | target "
+        "| vLLM FP8 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case, (name, target, vllm) in PRECISION_TARGETS.items():
-        cells = (cell(each, case) for each in ("bf16", "fp8", "fp8, fp8 adapters"))
-        bf16, fp8, with_adapters = cells
-        lines.append(f"| {name} | {bf16} | **{fp8}** | {with_adapters} | {target} | {vllm} |")
+        cells = " | ".join(cell(each, case) for each in PRECISION_COLUMNS)
+        lines.append(f"| {name} | {cells} | {target} | {vllm} |")
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def in_4_bits(weights: Weights, group: int = 128) -> Weights:
         height, width = dense.shape
         low, high = -(1 << 31), (1 << 31) - 1
         packed = torch.randint(low, high, (height, width // 8), device=dense.device)
-        scale = dense.new_full((height, width // group), width**-0.5 / 4.6)
+        scale = dense.new_full((width // group, height), width**-0.5 / 4.6)
         zero = torch.full(scale.shape, 8, dtype=torch.uint8, device=dense.device)
         return Int4Matrix(packed.to(torch.int32), scale, zero)
 

@@ -174,13 +174,20 @@ def _decode_kernel(
             quantize_finished(*rows, fixed_ptr, finished_ptr + s, H * D, K, HAS_FIXED, BLOCK_ROW)
 
 
-def num_parts(num_sequences: int, num_kv_heads: int, device: torch.device) -> int:
-    """Return how many programs may share a context: enough to fill a GPU at small batches."""
-    most = 528 if device.type == "cuda" else 32  # in the interpreter: so that tests split some
-    return min(32, next_power_of_2(max(1, most // max(num_sequences * num_kv_heads, 1))))
+def num_parts(num_sequences: int, layout: PageLayout, device: torch.device) -> int:
+    """Return how many programs may share a context: enough to fill a GPU at small batches.
+
+    With keys and values in FP8 more programs fit on a multiprocessor: 94 us after 109 for 32
+    sequences of 4,096 tokens on an H200.
+    """
+    most = 32  # in the interpreter: so that tests split some
+    if device.type == "cuda":
+        most = 792 if layout.is_fp8 else 528
+    parts = max(1, most // max(num_sequences * layout.num_kv_heads, 1))
+    return min(32, parts if layout.is_fp8 else next_power_of_2(parts))
 
 
-def _tile(units: int) -> tuple[int, int, int]:
+def _tile(units: int, is_fp8: bool) -> tuple[int, int, int]:
     """Return (keys read together, warps, stages) for this number of sequences times KV heads.
 
     Measured on an H200 (8B shape). With many units, small tiles let all of them be under way at
@@ -189,7 +196,7 @@ def _tile(units: int) -> tuple[int, int, int]:
     loads: eight warps have more of them under way.
     """
     if units >= 1024:
-        return 32, 4, 2
+        return (32, 1, 3) if is_fp8 else (32, 4, 2)
     return (64, 2, 3) if units > 64 else (64, 8, 2)
 
 
@@ -202,7 +209,7 @@ class DecodeWorkspace:
     def __init__(
         self, num_sequences: int, num_heads: int, layout: PageLayout, device: torch.device
     ) -> None:
-        self.parts = num_parts(num_sequences, layout.num_kv_heads, device)
+        self.parts = num_parts(num_sequences, layout, device)
         group = max(16, next_power_of_2(num_heads // layout.num_kv_heads))
         rows = num_sequences * layout.num_kv_heads * self.parts * group
         self.partial = torch.empty(
@@ -248,7 +255,7 @@ def attention_decode_triton(
     key_scale, value_scale = layout.scales_of(layer)
     if workspace is None:
         workspace = DecodeWorkspace(num_sequences, num_heads, layout, q.device)
-    tile = _tile(num_sequences * layout.num_kv_heads)
+    tile = _tile(num_sequences * layout.num_kv_heads, layout.is_fp8)
     given = (block_n, num_warps, num_stages)
     block_n, num_warps, num_stages = (mine or its for mine, its in zip(given, tile, strict=True))
     _decode_kernel[(num_sequences, layout.num_kv_heads, workspace.parts)](

@@ -344,7 +344,7 @@ class GpuModel:
             return _quantized(inner, layer.down)
         if table is not None and plan is not None and plan.block_t > RANK_BLOCK:
             # Many tokens: a delta of [T, 2I] would cost more to write and read than it hides.
-            side = self._side_stream(batch, GATE_UP)
+            side = self._side_stream(batch, GATE_UP, weight)
             with torch.cuda.stream(side):
                 h = self._shrink(batch, index, GATE_UP, x.given)
             gate_up, scales = self._product(batch, x, weight, layer.gate_up_bias)
@@ -394,7 +394,7 @@ class GpuModel:
         if batch.table is None or batch.plan is None or is_plain:
             base, scales = self._product(batch, x, weight, bias, onto)
             return _Product(base, None, scales)
-        side = self._side_stream(batch, projections)
+        side = self._side_stream(batch, projections, weight)
         with torch.cuda.stream(side):
             h = self._shrink(batch, index, projections, x.given)
             delta = torch.empty(
@@ -472,20 +472,21 @@ class GpuModel:
         return tuple(itertools.accumulate(widths, initial=0))
 
     def _side_stream(
-        self, batch: GpuBatch, projections: tuple[Projection, ...]
+        self, batch: GpuBatch, projections: tuple[Projection, ...], weight: Matrix
     ) -> torch.cuda.Stream | None:
         """Return the stream for adapters' kernels beside the main stream, until `_join`.
 
         Usually they run before the product: its blocks hold their processors from end to end, and
         short kernels would wait. For gate and up in a decode with many adapters they run beside
-        it: that product leaves enough processors and bandwidth for the shrink. None: adapters'
-        kernels take turns with the products.
+        it: that product leaves enough processors and bandwidth for the shrink, but not if it is in
+        FP8, which takes half as long. None: adapters' kernels take turns with the products.
         """
         plan, side = batch.plan, self._before
         if batch.is_in_line or plan is None or side is None:
             return None
         is_decode = plan.block_t <= RANK_BLOCK and plan.chunks.shape[0] > MANY_CHUNKS
-        if is_decode and projections == GATE_UP and self._after is not None:
+        is_fp8 = isinstance(weight, Fp8Matrix)
+        if is_decode and projections == GATE_UP and not is_fp8 and self._after is not None:
             side = self._after
         side.wait_stream(torch.cuda.current_stream(self.device))
         return side

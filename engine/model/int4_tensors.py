@@ -34,7 +34,7 @@ def read_int4(
 ) -> Int4Matrix:
     """Return a linear's weight [height, width]; raise UnsupportedModel naming what does not fit."""
     group = scheme.group or width
-    if width % group or width % PACKED or height % PACKED:
+    if width % group or group % PACKED or height % PACKED:
         raise UnsupportedModel(
             f"{module} has {height} rows of {width}: groups of {group} and eight numbers in an "
             "int32 do not divide them",
@@ -43,18 +43,18 @@ def read_int4(
     groups = width // group
     if scheme.layout == "packed":
         return _read_packed(scheme, module, (height, width, groups), take)
-    scale = _scale(f"{module}.scales", (groups, height), take).T.contiguous()
+    scale = _scale(f"{module}.scales", (groups, height), take)
     zeros = take(f"{module}.qzeros", (groups, height // PACKED), _INTS)
     if scheme.layout == "gptq":
         packed = take(f"{module}.qweight", (width // PACKED, height), _INTS).T.contiguous()
-        zero = unpack_int4(zeros).T + int(scheme.less_one)
+        zero = unpack_int4(zeros) + int(scheme.less_one)
         if has(f"{module}.g_idx"):
             _check_order(f"{module}.g_idx", take(f"{module}.g_idx", (width,), _INTS), group)
     else:
         stored = take(f"{module}.qweight", (width, height // PACKED), _INTS)
         packed = pack_int4(_awq_order(unpack_int4(stored)).T)
-        zero = _awq_order(unpack_int4(zeros)).T
-    return Int4Matrix(packed, scale, zero.contiguous())
+        zero = _awq_order(unpack_int4(zeros))
+    return Int4Matrix(packed, scale, zero)
 
 
 def _read_packed(
@@ -68,11 +68,11 @@ def _read_packed(
             param=f"{module}.weight_shape",
         )
     packed = take(f"{module}.weight_packed", (height, width // PACKED), _INTS)
-    scale = _scale(f"{module}.weight_scale", (height, groups), take)
-    zero = torch.full((height, groups), _MIDDLE, dtype=torch.uint8)
+    scale = _scale(f"{module}.weight_scale", (height, groups), take).T.contiguous()
+    zero = torch.full(scale.shape, _MIDDLE, dtype=torch.uint8)
     if scheme.has_zeros:
         stored = take(f"{module}.weight_zero_point", (height // PACKED, groups), _INTS)
-        zero = unpack_int4(stored.T.contiguous()).T.contiguous()
+        zero = unpack_int4(stored.T.contiguous())
     return Int4Matrix(packed, scale, zero)
 
 

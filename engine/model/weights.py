@@ -295,7 +295,9 @@ def _stacked(parts: list[Any]) -> Fp8Matrix | Int4Matrix:
         return only
     if isinstance(parts[0], Int4Matrix):
         return Int4Matrix(
-            *(torch.cat([getattr(part, n) for part in parts]) for n in ("packed", "scale", "zero"))
+            torch.cat([part.packed for part in parts]),
+            torch.cat([part.scale for part in parts], dim=1),
+            torch.cat([part.zero for part in parts], dim=1),
         )
     inputs = [part.input_scale for part in parts if part.input_scale is not None]
     groups = [part.groups for part in parts if part.groups is not None]

@@ -33,9 +33,10 @@ def silu_mul_backward_torch(
 @jit()
 def slope_of(gate, GELU: tl.constexpr):
     """Return the derivative of `turned`."""
+    slope = tl.full(gate.shape, 1.0, tl.float32)
     if GELU:
-        return 1.5957691216057308 * (1 + 0.134145 * gate * gate)
-    return 1.0
+        slope = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+    return slope
 
 
 @jit()

@@ -19,7 +19,7 @@ from tests.kernels.test_triton import assert_near
 
 def make(height: int, width: int, group: int, dtype: torch.dtype, device: str) -> Int4Matrix:
     numbers = torch.randint(0, 16, (height, width))
-    scale = (torch.rand(height, width // group) * 0.1 + 0.01).to(dtype)
+    scale = (torch.rand(width // group, height) * 0.1 + 0.01).to(dtype)
     zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
     return Int4Matrix(pack_int4(numbers), scale, zero).to(device)
 
@@ -37,7 +37,7 @@ def test_dense(group: int, dtype: torch.dtype, device: str) -> None:
     expected = int4_dense_ref(weight)
     numbers = unpack_int4(weight.packed).float()
     column = 50 // group
-    value = (numbers[3, 50] - weight.zero[3, column].float()) * weight.scale[3, column].float()
+    value = (numbers[3, 50] - weight.zero[column, 3].float()) * weight.scale[column, 3].float()
     assert expected[3, 50] == value
     assert_near(int4_dense_triton(weight, dtype), expected, dtype)
     assert torch.equal(weight.rows(4, 9).dense().cpu(), weight.dense()[4:9].cpu())

@@ -17,8 +17,8 @@ from engine.request import ORIGINAL
 from tests.engine.model import int4_bases
 from tests.engine.model.families import FAMILIES, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
-from tests.engine.model.test_families import FamilyOracle, check, make_engine
-from tests.engine.model.test_fp8 import TOLERANCE, round_matrices, save_adapters
+from tests.engine.model.test_families import FamilyOracle, check, make_engine, save_adapters
+from tests.engine.model.test_fp8 import TOLERANCE, round_matrices
 
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
@@ -29,8 +29,21 @@ CASES: list[tuple[str | None, int]] = [(None, 45), ("all", 15), ("dora", 7), ("k
 # numbers in fewer bits than fp32 has, an error of some 1e-3, which rounds other activations to
 # their neighbours. Weights are small so that this does not grow from layer to layer: with the usual
 # ones, noise of 1e-3 on a CPU changes log-probabilities by 0.17 in the mean, with these by 0.03.
-WIDE = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.05}
+WIDE = {
+    "hidden_size": 128,
+    "num_attention_heads": 8,  # heads stay as wide as factors of rotations are many
+    "intermediate_size": 192,
+    "initializer_range": 0.05,
+}
 MEAN_TOLERANCE = 0.06
+
+
+def families(*quick: str) -> list[Any]:
+    """Every family; the interpreter is slow, so there all but a few are long."""
+    return [
+        name if DEVICE == "cuda" or name in quick else pytest.param(name, marks=pytest.mark.long)
+        for name in FAMILIES
+    ]
 
 
 def make_both(model: Any) -> None:
@@ -49,9 +62,7 @@ def play(
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "name", FAMILIES if DEVICE == "cuda" else [pytest.param("llama-biases"), "qwen3-sliding"]
-)
+@pytest.mark.parametrize("name", families("llama-biases", "qwen3-sliding"))
 def test_a_base_quantised_at_load(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), make_fp8, TOLERANCE)
@@ -67,7 +78,7 @@ def test_a_checkpoint_of_each_format(tmp_path: Path, name: str) -> None:
     play(oracle, model_dir=tmp_path / "fp8")
 
 
-@pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else ["mistral"])
+@pytest.mark.parametrize("name", families("mistral"))
 def test_keys_and_values_in_fp8(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)

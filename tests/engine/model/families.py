@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,9 @@ COMMON = {
 }
 
 
-def targets(name: str, linears: list[str]) -> list[str]:
-    """The modules of a family that are these of Llama's."""
-    fused = FUSED.get(FAMILIES[name][0], {})
+def targets(base: Path, linears: list[str]) -> list[str]:
+    """The modules of a base that are these of Llama's."""
+    fused = FUSED.get(json.loads((base / "config.json").read_text())["model_type"], {})
     names = {part: module for module, parts in fused.items() for part in parts}
     return list(dict.fromkeys(names.get(linear, linear) for linear in linears))
 

@@ -130,6 +130,19 @@ class FamilyOracle:
 MakeOracle = Callable[[str], FamilyOracle]
 
 
+def save_adapters(base: Path, folder: Path) -> dict[str, Path]:
+    """Save each of ADAPTERS for a base, whose linears may have other names than Llama's."""
+    return {
+        name: save_adapter(
+            base,
+            folder / name,
+            seed,
+            **{**config, "target_modules": targets(base, config["target_modules"])},
+        )
+        for seed, (name, config) in enumerate(ADAPTERS.items())
+    }
+
+
 @pytest.fixture(scope="module")
 def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
     made: dict[str, FamilyOracle] = {}
@@ -137,16 +150,7 @@ def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
     def make(name: str) -> FamilyOracle:
         if name not in made:
             base = save_family(tmp_path_factory.mktemp("family"), name)
-            folder = tmp_path_factory.mktemp("adapters")
-            adapters = {
-                adapter: save_adapter(
-                    base,
-                    folder / adapter,
-                    seed,
-                    **{**config, "target_modules": targets(name, config["target_modules"])},
-                )
-                for seed, (adapter, config) in enumerate(ADAPTERS.items())
-            }
+            adapters = save_adapters(base, tmp_path_factory.mktemp("adapters"))
             made[name] = FamilyOracle(base, adapters)
         return made[name]
 

@@ -24,16 +24,15 @@ from engine.model.config import ModelConfig
 from engine.model.weights import dense, load_weights
 from engine.request import ORIGINAL
 from kernels.fp8 import quantize_tensor
-from tests.engine.conftest import save_adapter
-from tests.engine.model.families import FUSED, save_family, targets
+from tests.engine.model.families import FUSED, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import (
-    ADAPTERS,
     CASES,
     WIDE,
     FamilyOracle,
     check,
     make_engine,
+    save_adapters,
 )
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -53,22 +52,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
 
 
-def save_adapters(base: Path, folder: Path, family: str = "llama") -> dict[str, Path]:
-    return {
-        name: save_adapter(
-            base,
-            folder / name,
-            seed,
-            **{**config, "target_modules": targets(family, config["target_modules"])},
-        )
-        for seed, (name, config) in enumerate(ADAPTERS.items())
-    }
-
-
 @pytest.mark.parametrize("name", ["llama-biases", "mistral", "qwen2", "qwen3", *FURTHER])
 def test_a_base_quantised_at_load(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
-    oracle = FamilyOracle(base, save_adapters(base, tmp_path, name), make_fp8, TOLERANCE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), make_fp8, TOLERANCE)
     engine = make_engine(oracle, base_precision="fp8")
     check(engine, oracle)
     assert oracle.mean_error < MEAN_TOLERANCE
@@ -99,7 +86,7 @@ def test_a_checkpoint_of_each_format(
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-yarn", *FURTHER])
 def test_keys_and_values_in_fp8(family: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = family(name)
-    oracle = FamilyOracle(base, save_adapters(base, tmp_path, name), keep_kv_in_fp8, TOLERANCE)
+    oracle = FamilyOracle(base, save_adapters(base, tmp_path), keep_kv_in_fp8, TOLERANCE)
     engine = make_engine(oracle, kv_precision="fp8", page_size=64)
     check(engine, oracle)
     assert oracle.mean_error < MEAN_TOLERANCE
@@ -131,7 +118,7 @@ def test_adapters_in_fp8(
 ) -> None:
     """DoRA's B is rounded once more, after its factor is applied."""
     base = family(name)
-    adapters = save_adapters(base, tmp_path, name)
+    adapters = save_adapters(base, tmp_path)
     for folder in adapters.values():
         round_matrices(folder)
     oracle = FamilyOracle(base, adapters)

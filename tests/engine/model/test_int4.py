@@ -21,7 +21,13 @@ from tests.engine.model.families import FUSED, save_family
 from tests.engine.model.fp8_bases import FORMATS as FP8_FORMATS
 from tests.engine.model.fp8_bases import make_fp8
 from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
-from tests.engine.model.test_families import WIDE, FamilyOracle, check, make_engine
+from tests.engine.model.test_families import (
+    WIDE,
+    FamilyOracle,
+    check,
+    make_engine,
+    save_adapters,
+)
 from tests.engine.model.test_fp8 import (
     FURTHER,
     KINDS,
@@ -31,7 +37,6 @@ from tests.engine.model.test_fp8 import (
     check_weights,
     edit,
     refused,
-    save_adapters,
 )
 
 FEW = ("gptq", "awq", "packed", "packed-zeros")

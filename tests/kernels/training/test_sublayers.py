@@ -236,8 +236,8 @@ def test_what_is_not_a_number_stays_in_its_run(
 def test_a_quantised_weight_is_what_serving_multiplies_by(precision: str) -> None:
     matrix: Fp8Matrix | Int4Matrix = quantize_matrix(torch.randn(24, 32))
     if precision == "4 bits":
-        numbers, zero = torch.randint(16, (24, 32)), torch.randint(16, (24, 2), dtype=torch.uint8)
-        matrix = Int4Matrix(pack_int4(numbers), torch.rand(24, 2), zero)
+        numbers, zero = torch.randint(16, (24, 32)), torch.randint(16, (2, 24), dtype=torch.uint8)
+        matrix = Int4Matrix(pack_int4(numbers), torch.rand(2, 24), zero)
     bias, x, dy = torch.randn(24), torch.randn(5, 32), torch.randn(5, 24)
     weight = LoraWeight(
         matrix, bias, parts(make(next(iter(MIXES.values())), MLP, torch.float32))[0].site
