@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +109,7 @@ class TileMap:
 
     per_element     numbers of a tile in an element; more than 1: tiles are in E4M3
     num_parts       matrices in E4M3 whose sum each A and each B is, see `fp8_tiles`; with two there
-                    are four tiles where there was one, of which two each share an A and a B
+                    are four tiles where there was one, as each part of A goes with each of B
     tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
     gain_offset     [L * 7] of DoRA's row factors minus one; None: no projection has one
     shift_offset    [L * 7] of vectors to add; None: no projection has one
@@ -295,17 +296,16 @@ def place_tiles(
     A projection's tiles are adjacent, so that they can be read as one matrix, except at a page's
     end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
-    page_elems = layout.page_elems
     widest = max(max(widths) for widths in model.projection_widths)
-    tile_rows = min(TILE_ROWS, page_elems // widest)
+    tile_rows = min(TILE_ROWS, layout.page_elems // widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
     num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
-    rows, scale = (np.zeros((num_entries, num_tiles), kind) for kind in (np.int32, np.float32))
-    parts = num_entries, num_parts, num_tiles
-    a_offset, b_offset = np.full(parts, -1, np.int64), np.full(parts, -1, np.int64)
+    shape = num_entries, num_parts, num_tiles
+    rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
+    a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
-    packer = _Packer(page_elems)
+    packer = _Packer(layout.page_elems)
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
     for target in plan.targets:
@@ -330,13 +330,8 @@ def place_tiles(
     return TileMap(
         num_pages=num_pages,
         tail_sub_pages=tail_sub_pages,
-        num_tiles=num_tiles * num_parts**2,
-        a_offset=np.repeat(a_offset, num_parts, axis=1).reshape(num_entries, -1),
-        b_offset=np.tile(b_offset, (1, num_parts, 1)).reshape(num_entries, -1),
-        rows=np.tile(rows, num_parts**2),
-        scale=np.tile(scale, num_parts**2),
+        **_in_pairs(a_offset, b_offset, rows, scale),
         per_element=layout.tile_per_element,
-        num_parts=num_parts,
         gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
         embedding=embedding,
@@ -345,6 +340,28 @@ def place_tiles(
         new_head=new_head,
         draft_heads=draft_heads,
     )
+
+
+def _in_pairs(
+    a_offset: Int64s,
+    b_offset: Int64s,
+    rows: npt.NDArray[np.int32],
+    scale: npt.NDArray[np.float32],
+) -> dict[str, Any]:
+    """Return a TileMap's entries: each part of A with each part of B.
+
+    a_offset, b_offset  [L * 7, parts, tiles]
+    rows, scale         [L * 7, tiles]
+    """
+    num_entries, num_parts, num_tiles = a_offset.shape
+    return {
+        "num_parts": num_parts,
+        "num_tiles": num_tiles * num_parts**2,
+        "a_offset": np.repeat(a_offset, num_parts, axis=1).reshape(num_entries, -1),
+        "b_offset": np.tile(b_offset, (1, num_parts, 1)).reshape(num_entries, -1),
+        "rows": np.tile(rows, num_parts**2),
+        "scale": np.tile(scale, num_parts**2),
+    }
 
 
 def _place_heads(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> tuple[HeadMap, ...]:
