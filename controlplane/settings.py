@@ -291,6 +291,9 @@ TENANT_QUOTAS = {
     "training_steps": env_number("LORIKEET_TENANT_TRAINING_STEPS", 20000),
     "training_tokens": env_number("LORIKEET_TENANT_TRAINING_TOKENS", 250000000),
     "training_device_seconds": env_number("LORIKEET_TENANT_TRAINING_DEVICE_SECONDS", 86400),
+    "training_samples": env_number("LORIKEET_TENANT_TRAINING_SAMPLES", 200000),
+    "grader_calls": env_number("LORIKEET_TENANT_GRADER_CALLS", 50000),
+    "grading_seconds": env_number("LORIKEET_TENANT_GRADING_SECONDS", 3600),
     "adapter_checks": env_number("LORIKEET_TENANT_ADAPTER_CHECKS", 20),
 }
 #: Most bytes of a dataset, all its parts together, of any tenant.

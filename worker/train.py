@@ -16,7 +16,8 @@ JOB.json:
      "most_steps": 1, "most_tokens": 1,  optional: a longer training is an error
      "kept_dir": "…",                optional: where the adapters of `checkpoints` steps are kept,
                                      each in a folder of its step's number, with metrics.json
-     "judge_dir": "…"}               optional: expected answers that the adapter is scored by
+     "judge_dir": "…",               optional: expected answers that the adapter is scored by
+     "rewards_dir": "…"}             with the method reinforcement: where answers get rewards
 
 Standard output carries one JSON object per line and nothing else. Each has `run`, the path of its
 job as it was given. Every run has `started`, `progress` … and one `done` or `error`:
@@ -39,6 +40,9 @@ job as it was given. Every run has `started`, `progress` … and one `done` or `
                                     last one has their share of right guesses, each head's, on
                                     "validation" or "training" rows. Each has the fields of the last
                                     progress, too
+    {"run", "event": "answers", "step", "file"}
+                                    with the method reinforcement: answers are in this file of
+                                    `rewards_dir`, and their rewards are waited for
     {"run", "event": "judging"}     it is trained, and scored before its adapter is written
     {"run", "event": "done", "output", "final_loss", "trained_tokens", "seconds", "best_step",
      "best_loss"}
@@ -357,6 +361,8 @@ def _not_for_a_worker(job: TrainJob) -> str | None:
         path: Path | None = getattr(job, name)
         if path is not None and path.stat().st_size > _MAX_SENT_BYTES:
             return f"{name}: it has more than {_MAX_SENT_BYTES} bytes, which no worker is sent"
+    if job.hyperparameters.samples:
+        return "reinforcement: a serving worker samples no answers for it"
     if job.hyperparameters.draft_heads > 0:
         return "draft_heads: a serving worker trains none"
     return None

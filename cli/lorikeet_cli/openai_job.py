@@ -13,10 +13,14 @@ from lorikeet_cli.errors import CliError
 MAX_BYTES = 1 << 20
 MAX_METADATA = 16
 #: This server's learning rates by method, which a `learning_rate_multiplier` multiplies.
-LEARNING_RATES = {"supervised": 0.001, "dpo": 0.0001}
+LEARNING_RATES = {"supervised": 0.001, "dpo": 0.0001, "reinforcement": 0.0001}
 _MAX_NAME = 63
 _HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
-_OF_METHOD = {"supervised": _HYPERPARAMETERS, "dpo": (*_HYPERPARAMETERS, "beta")}
+_OF_METHOD = {
+    "supervised": _HYPERPARAMETERS,
+    "dpo": (*_HYPERPARAMETERS, "beta"),
+    "reinforcement": (*_HYPERPARAMETERS, "compute_multiplier", "eval_interval"),
+}
 #: Fields about the job's course there; they have no effect here.
 _HISTORY = {
     "object", "id", "status", "created_at", "finished_at", "estimated_finish", "error",
@@ -33,7 +37,7 @@ _KNOWN = _HISTORY | {
 class OldJob:
     """The settings of a job object.
 
-    method  supervised or dpo
+    method  supervised, dpo or reinforcement, which has a grader
     suffix  the adapter's name here; None: the server gives one
     notes   what cannot be taken over, or means something else here: a sentence each
     """
@@ -42,6 +46,7 @@ class OldJob:
     model: str
     suffix: str | None
     method: str
+    grader: dict[str, Any] | None = None
     hyperparameters: dict[str, Any]
     seed: int | None
     metadata: dict[str, str]
@@ -67,11 +72,13 @@ def read_job(path: Path) -> OldJob:
         )
     notes: list[str] = []
     method, hyperparameters = _method(found)
+    grader = _grader(found["method"], notes) if method == "reinforcement" else None
     return OldJob(
         id=_text(found.get("id")),
         model=found["model"],
         suffix=_suffix(found, notes),
         method=method,
+        grader=grader,
         hyperparameters=_hyperparameters(method, hyperparameters, notes),
         seed=_seed(found.get("seed"), notes),
         metadata=_metadata(found.get("metadata"), notes),
@@ -91,12 +98,43 @@ def _method(job: dict[str, Any]) -> tuple[str, Any]:
     kind = method.get("type", "supervised")
     if kind not in tuple(_OF_METHOD):
         raise CliError(
-            f"The job's method is {kind}: only supervised and dpo jobs can run here. Train on good "
+            f"The job's method is {kind}: {', '.join(_OF_METHOD)} jobs can run here. Train on good "
             'answers, as a job with `"method": {"type": "supervised"}`.'
         )
     own = method.get(kind)
     found = own.get("hyperparameters") if isinstance(own, dict) else None
     return kind, found or job.get("hyperparameters")
+
+
+def _grader(method: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the job's grader without what means nothing here. Raises CliError without one."""
+    own = method.get("reinforcement")
+    grader = own.get("grader") if isinstance(own, dict) else None
+    if not isinstance(own, dict) or not isinstance(grader, dict):
+        raise CliError("The job has no grader: add method.reinforcement.grader to it.")
+    if own.get("response_format"):
+        notes.append(
+            "response_format: answers are sampled freely; grade their schema by a grader of type "
+            "checks."
+        )
+    return _kept(grader, "grader", notes)
+
+
+def _kept(grader: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
+    found = dict(grader)
+    if found.pop("image_tag", None):
+        notes.append(f"{place}.image_tag: the process here has Python's standard library alone.")
+    if found.get("type") == "score_model":
+        notes.append(
+            f"{place}.model: {found.get('model')} must be a model here, or `judge:NAME`, an "
+            "address that you set as a judge."
+        )
+    if found.get("type") == "multi" and isinstance(found.get("graders"), dict):
+        found["graders"] = {
+            name: _kept(part, f"{place}.{name}", notes) if isinstance(part, dict) else part
+            for name, part in found["graders"].items()
+        }
+    return found
 
 
 def _hyperparameters(method: str, given: Any, notes: list[str]) -> dict[str, Any]:

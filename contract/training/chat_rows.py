@@ -1,7 +1,7 @@
 """Read a dataset's JSONL, and say what is wrong with it, line by line.
 
-`contract.training.row_messages` defines a row, a chat or a completion, and `preference_rows` a pair
-of answers. The rules are the same at upload and in training.
+`contract.training.row_messages` defines a row, a chat, a completion or a prompt, and
+`preference_rows` a pair of answers. The rules are the same at upload and in training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from contract.row_formats.formats import converted, format_of
 from contract.row_formats.keys import NotConverted, is_pair
 from contract.strict_json import read_value
 from contract.training.preference_rows import read_pair
-from contract.training.row_messages import Row, WrongRow, read_row
+from contract.training.row_messages import (
+    KINDS,
+    Row,
+    WrongRow,
+    is_prompt,
+    read_prompt,
+    read_row,
+)
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 1 << 20
@@ -35,11 +42,8 @@ _OTHER_FORMAT = "is a row of another format"
 _CONVERT = (
     " `lorikeet datasets convert FILE NEW_FILE` converts the file, as the console's upload does."
 )
-#: The fault of a row of another kind than the rows before, by whether it is a pair.
-_MIXED = (
-    "has one answer, but the rows before have two: keep chats and pairs in separate files",
-    "has two answers, but the rows before have one: keep chats and pairs in separate files",
-)
+#: The fault of a row of another kind than the rows before.
+_MIXED = "has {}, but the rows before have {}: keep them in separate files"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -103,11 +107,11 @@ def read_rows(lines: Iterable[bytes]) -> Iterator[Row | Problem]:
 def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]:
     """Yield each row, or what is wrong with it, after its line's number.
 
-    Blank lines are left out; all rows are pairs, or none is. Ends with a Problem after MAX_ROWS
+    Blank lines are left out; all rows are of one kind. Ends with a Problem after MAX_ROWS
     rows, and when there is no row.
     """
     num_rows = 0
-    are_pairs: bool | None = None
+    kind = ""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -120,9 +124,11 @@ def numbered_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row | Problem]]
         except WrongRow as wrong:
             yield number, Problem(number, *wrong.args)
             continue
-        is_one = row.rejected is not None
-        are_pairs = is_one if are_pairs is None else are_pairs
-        yield number, row if is_one == are_pairs else Problem(number, "", _MIXED[is_one])
+        kind = kind or row.kind
+        if row.kind == kind:
+            yield number, row
+        else:
+            yield number, Problem(number, "", _MIXED.format(KINDS[row.kind][0], KINDS[kind][0]))
     if not num_rows:
         yield 0, Problem(0, "", "has no rows")
 
@@ -146,7 +152,9 @@ def _row(line: bytes) -> Row:
     try:
         read = read_pair(row) if is_pair(row) else read_row(row)
     except WrongRow as wrong:
-        raise _explained(row, wrong) from None
+        if not is_prompt(row) or is_pair(row):
+            raise _explained(row, wrong) from None
+        read = read_prompt(row)
     if _SURROGATE.search(line):
         _check_text(row)
     return read

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from contract.adapters.draft_heads import MAX_HEADS
 from contract.adapters.peft_config import MAX_RANK
+from contract.grading.graders import BadGrader, check_grader
 from contract.ranges import Range, ranges_of
 
 MAX_JOB_BYTES = 1 << 20
@@ -34,9 +35,16 @@ class JobError(ValueError):
 class Hyperparameters:
     """The hyperparameters of a run. Raises JobError naming the first invalid one."""
 
-    method: str = "supervised"  # dpo: of two answers the better one is preferred
-    # the strength with which DPO keeps the model near its start; only there
+    # dpo: of two answers the better one is preferred; reinforcement: sampled answers are graded
+    method: str = "supervised"
+    # the strength with which these two keep the model near its start
     beta: Annotated[float | None, Range(0.001, 10)] = None
+    # for reinforcement: `contract.grading.graders`, answers of each prompt, and their most tokens
+    grader: dict[str, Any] | None = None
+    samples: Annotated[int | None, Range(2, 64)] = None
+    max_tokens: Annotated[int | None, Range(1, 8192)] = None
+    # how far a token's probability may leave that of the sampler, as a share of it
+    clip: Annotated[float | None, Range(0.01, 1)] = None
     rank: Annotated[int, Range(1, MAX_RANK)] = 16
     alpha: Annotated[float, Range(0.001, 4096)] = 32.0
     #: Names of linear layers inside the decoder layers.
@@ -80,17 +88,40 @@ class Hyperparameters:
                 raise JobError(f"hyperparameters.{name}", "must be true or false")
         if self.method not in tuple(METHODS):  # a list is not hashable
             raise JobError("hyperparameters.method", f"must be {' or '.join(METHODS)}")
-        if self.method != "dpo" and self.beta is not None:
-            raise JobError("hyperparameters.beta", "is for the method dpo: leave it out")
-        if self.method == "dpo" and self.beta is None:
-            raise JobError("hyperparameters.beta", f"must be {RANGES['beta']}")
-        if self.method == "dpo" and self.draft_heads:
-            raise JobError("hyperparameters.draft_heads", "learn chats, not pairs: leave them out")
+        self._check_method()
+
+    def _check_method(self) -> None:
+        for name, methods in _OF_METHODS.items():
+            is_given, is_needed = getattr(self, name) is not None, self.method in methods
+            if is_given and not is_needed:
+                problem = f"is for the method {' or '.join(methods)}: leave it out"
+                raise JobError(f"hyperparameters.{name}", problem)
+            if is_needed and not is_given:
+                wanted = RANGES.get(name, "given: see the documentation of graders")
+                raise JobError(f"hyperparameters.{name}", f"must be {wanted}")
+        if self.method != "supervised" and self.draft_heads:
+            raise JobError("hyperparameters.draft_heads", "learn chats alone: leave them out")
+        if self.grader is not None:
+            try:
+                check_grader(self.grader, "hyperparameters.grader")
+            except BadGrader as error:
+                raise JobError(error.field, error.problem) from None
 
     @property
     def rows_per_example(self) -> int:
         """Rows of tokens of a dataset's row: two of a pair."""
         return 2 if self.method == "dpo" else 1
+
+    @property
+    def row_kind(self) -> str:
+        """The kind of the rows that the method takes, as `row_messages.Row` names it."""
+        return {"dpo": "pair", "reinforcement": "prompt"}.get(self.method, "chat")
+
+    def most_tokens(self, prompt_tokens: int) -> int:
+        """Return the most tokens that are trained on of a row, whose own are given."""
+        if self.samples is None or self.max_tokens is None:
+            return prompt_tokens * self.rows_per_example
+        return self.samples * (prompt_tokens + self.max_tokens)
 
     @property
     def rows_per_step(self) -> int:
@@ -131,13 +162,28 @@ class Hyperparameters:
 METHODS: dict[str, dict[str, Any]] = {
     "supervised": {},
     "dpo": {"beta": 0.1, "learning_rate": 1e-4},
+    "reinforcement": {
+        "beta": 0.01, "learning_rate": 1e-4, "samples": 8, "max_tokens": 256, "clip": 0.2,
+    },
+}  # fmt: skip
+#: Hyperparameters that some methods have, and the others do not.
+_OF_METHODS = {
+    "beta": ("dpo", "reinforcement"),
+    "grader": ("reinforcement",),
+    "samples": ("reinforcement",),
+    "max_tokens": ("reinforcement",),
+    "clip": ("reinforcement",),
 }
 RANGES = ranges_of(Hyperparameters)
 
 
 def defaults_of(method: str) -> Hyperparameters:
-    """Return the default hyperparameters of a method."""
-    return Hyperparameters.from_dict({"method": method})
+    """Return the default hyperparameters of a method; a grader has none, so any stands there."""
+    graded = {"grader": _ANY_GRADER} if method == "reinforcement" else {}
+    return Hyperparameters.from_dict({"method": method, **graded})
+
+
+_ANY_GRADER = {"type": "string_check", "input": "", "reference": "", "operation": "eq"}
 
 
 def _check_targets(value: Any) -> None:
@@ -176,6 +222,9 @@ class TrainJob:
     #: The expected answers that a batch scores the adapter by: `contract.training.judging`; None:
     #: none.
     judge_dir: Path | None = None
+    #: Where the method reinforcement writes answers and finds their rewards:
+    #: `contract.training.rewards`.
+    rewards_dir: Path | None = None
 
     def write(self, path: Path) -> None:
         """Write the job where `read` finds it."""
@@ -209,6 +258,8 @@ class TrainJob:
             path = getattr(job, name)
             if path is not None and not path.is_file():
                 raise JobError(name, "there is no such file")
+        if job.hyperparameters.grader is not None and job.rewards_dir is None:
+            raise JobError("rewards_dir", "it is needed for the method reinforcement")
         if job.output_dir.exists():
             raise JobError("output_dir", "it exists already")
         return job

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from contract.row_formats.keys import SWITCHES
-from contract.training.row_messages import Row, WrongRow, read_row
+from contract.training.row_messages import Row, WrongRow, as_context, read_row
 
 _PLACE = re.compile(r"messages(?:\[(\d+)\](.*))?", re.DOTALL)
 _ONE = "must be a list with one message of the assistant"
@@ -66,7 +66,7 @@ class _Chat:
         for name in SWITCHES:
             if answer.get(name) is not None and not answer[name]:
                 raise WrongRow(f"{field}.{name}", "must not be 0: the answer is what is learned")
-        messages = [*map(_as_context, self.messages), answer]
+        messages = [*map(as_context, self.messages), answer]
         try:
             return read_row({**self.beside, "messages": messages})
         except WrongRow as wrong:
@@ -84,13 +84,6 @@ class _Chat:
         if index == len(self.messages):
             return f"{answer}{found[2]}"
         return f"{self.field}[{index}]{found[2]}"
-
-
-def _as_context(message: Any) -> Any:
-    """Return a message of the prompt so that nothing of it is learned."""
-    if not isinstance(message, dict) or message.get("role") != "assistant":
-        return message
-    return {name: value for name, value in message.items() if name not in SWITCHES} | {"weight": 0}
 
 
 def _pair(chosen: Row, rejected: Row, field: str) -> Row:

@@ -58,6 +58,7 @@ class Row:
     unwrapped   the places of calls whose arguments were encoded twice
     prompt      of a completion, and `completion`, which is learned
     rejected    the same with a worse answer, of a pair that `preference_rows` reads; else None
+    item        all fields of a prompt without an answer, for graders; else None
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -68,6 +69,33 @@ class Row:
     prompt: str = ""
     completion: str = ""
     rejected: Row | None = None
+    item: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return which of `KINDS` it is: the first that a method takes are its rows'."""
+        if self.rejected is not None:
+            return "pair"
+        return "chat" if self.item is None else "prompt"
+
+
+#: What rows of each kind have, and the method that takes them.
+KINDS = {
+    "chat": ("one answer", "supervised"),
+    "pair": ("two answers", "dpo"),
+    "prompt": ("no answer", "reinforcement"),
+}
+
+
+def method_fault(kind: str, method: str) -> str:
+    """Return what is wrong with a row of this kind in a run of this method; "" if nothing is."""
+    has, own = KINDS[kind]
+    if own == method:
+        return ""
+    if kind == "chat":
+        wanted = "pairs" if method == "dpo" else "prompts, which end with a message of the user"
+        return f"has {has}: the method {method} takes {wanted}"
+    return f"has {has}: train it with the method {own}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,6 +148,28 @@ def read_row(row: Any) -> Row:
         tools=tools,
         unwrapped=tuple(calls.unwrapped),
     )
+
+
+def is_prompt(row: Any) -> bool:
+    """Return whether a row that is no chat to learn may be a prompt: it ends with no answer."""
+    messages = row.get("messages") if isinstance(row, dict) else None
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") in ("user", "tool")
+
+
+def read_prompt(row: dict[str, Any]) -> Row:
+    """Return the row of a prompt, beside which there may be any fields. Raises WrongRow."""
+    beside = {name: row[name] for name in _CHAT_KEYS if name in row and name != "weight"}
+    messages = [*map(as_context, row["messages"]), {"role": "assistant", "content": "-"}]
+    read = read_row({**beside, "messages": messages})
+    return dataclasses.replace(read, messages=read.messages[:-1], learned=(), item=row)
+
+
+def as_context(message: Any) -> Any:
+    """Return a message of a prompt so that nothing of it is learned."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return message
+    return {name: value for name, value in message.items() if name not in SWITCHES} | {"weight": 0}
 
 
 def _completion(row: dict[str, Any]) -> Row:

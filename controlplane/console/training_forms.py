@@ -48,7 +48,11 @@ def _number(name: str, label: str | None = None, help_text: str = "") -> forms.I
 
 
 #: The names of the methods on the page.
-_METHODS = {"supervised": "supervised: chats", "dpo": "DPO: pairs of answers"}
+_METHODS = {
+    "supervised": "supervised: chats",
+    "dpo": "DPO: pairs of answers",
+    "reinforcement": "reinforcement: prompts and a grader",
+}
 
 
 class TrainForm(forms.Form):
@@ -76,9 +80,23 @@ class TrainForm(forms.Form):
     method = forms.ChoiceField(
         choices=[(name, _METHODS[name]) for name in METHODS],
         required=False,
-        help_text="DPO takes rows with two answers, and learns to give the better one.",
+        help_text="DPO takes rows with two answers, and learns to give the better one. "
+        "Reinforcement takes prompts, and learns to give answers with a high reward.",
     )
-    beta = _number("beta", "Beta", "Only for DPO, 0.1 if empty: larger keeps nearer to the start.")
+    beta = _number(
+        "beta",
+        "Beta",
+        "Only for DPO, 0.1 if empty, and reinforcement, 0.01: larger keeps nearer to the start.",
+    )
+    grader = forms.JSONField(
+        required=False,
+        help_text="Only for reinforcement: JSON, as OpenAI’s graders are written.",
+        widget=forms.Textarea(attrs={"rows": 3, "spellcheck": "false"}),
+    )
+    samples = _number("samples", "Answers of a prompt", "Only for reinforcement, 8 if empty.")
+    max_tokens = _number(
+        "max_tokens", "Longest answer", "Only for reinforcement: in tokens, 256 if empty."
+    )
     epochs = _number("epochs", help_text="How often to read the whole dataset.")
     rank = _number("rank", help_text="A larger rank learns more and answers more slowly.")
     learning_rate = _number("learning_rate", "Learning rate")

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from contract.messages.protocol import GenerateJob, Task, TokenEvent
 from controlplane.aliases.models import AliasPart
@@ -28,6 +28,9 @@ from controlplane.inference.service import new_request_id, submit
 from controlplane.queue.dispatcher import close_dispatcher, get_dispatcher
 from controlplane.tenants.auth import Principal
 from controlplane.tenants.models import Role, Tenant
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 #: Name of these requests' address in the request log and in usage.
 ENDPOINT = "/api/v1/evaluations"
@@ -98,18 +101,33 @@ def ask(
     return asyncio.run(_ask(evaluation, caller, cases, is_held))
 
 
+def texts(caller: Caller, bodies: Sequence[ChatBody]) -> list[str]:
+    """Return the answers to some chats. Raises ApiError when one cannot be answered."""
+
+    async def text(body: ChatBody) -> str:
+        return "".join(event.text for event in await _events(caller, body))
+
+    return asyncio.run(_together(text, bodies, lambda: True))
+
+
 async def _ask(
     evaluation: Evaluation, caller: Caller, cases: Sequence[Case], is_held: Callable[[], bool]
 ) -> list[Asked]:
+    return await _together(lambda case: _asked(evaluation, caller, case), cases, is_held)
+
+
+async def _together(
+    work: Callable[[T], Awaitable[U]], given: Sequence[T], is_held: Callable[[], bool]
+) -> list[U]:
     await get_dispatcher()
     try:
         places = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(case: Case) -> Asked:
+        async def one(each: T) -> U:
             async with places:
-                return await _asked(evaluation, caller, case)
+                return await work(each)
 
-        tasks = [asyncio.create_task(one(case)) for case in cases]
+        tasks = [asyncio.create_task(one(each)) for each in given]
         try:
             return await _watched(tasks, is_held)
         finally:
@@ -120,7 +138,7 @@ async def _ask(
         await close_dispatcher()
 
 
-async def _watched(tasks: list[asyncio.Task[Asked]], is_held: Callable[[], bool]) -> list[Asked]:
+async def _watched(tasks: list[asyncio.Task[U]], is_held: Callable[[], bool]) -> list[U]:
     left = set(tasks)
     while left:
         done, left = await asyncio.wait(left, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION)

@@ -133,24 +133,29 @@ def renewed(sealed: bytes) -> bytes | None:
 
 def mark(judge: Judge, *, rubric: str, prompt: Any, expected: str, output: str) -> float:
     """Return a judge's mark, from 0 to 1. Raises JudgeFailed."""
-    try:
-        key = peppered_cipher(_PURPOSE).decrypt(bytes(judge.sealed)).decode()
-    except InvalidToken as error:
-        raise JudgeFailed("Its key can no longer be read: set it again.", is_final=True) from error
     shown = "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
     asked = _ASK.format(
         rubric=rubric or DEFAULT_RUBRIC, prompt=shown, expected=expected or "(none)", output=output
     )
-    body = {
-        "model": judge.model,
-        "messages": [{"role": "user", "content": asked}],
-        "temperature": 0,
-        "max_tokens": 8,
-    }
+    messages = [{"role": "user", "content": asked}]
+    return _mark_in(answer_of(judge, messages, temperature=0, max_tokens=8))
+
+
+def answer_of(judge: Judge, messages: list[dict[str, str]], **params: Any) -> str:
+    """Return what a judge answers to a chat. Raises JudgeFailed."""
+    try:
+        key = peppered_cipher(_PURPOSE).decrypt(bytes(judge.sealed)).decode()
+    except InvalidToken as error:
+        raise JudgeFailed("Its key can no longer be read: set it again.", is_final=True) from error
+    body = {"model": judge.model, "messages": messages, **params}
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    return _mark_in(_called(f"{judge.url}/chat/completions", headers, json.dumps(body).encode()))
+    answer = _called(f"{judge.url}/chat/completions", headers, json.dumps(body).encode())
+    try:
+        return str(json.loads(answer)["choices"][0]["message"]["content"])
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        raise JudgeFailed("The judge's answer is not a chat completion.", is_final=True) from None
 
 
 def _called(url: str, headers: dict[str, str], body: bytes) -> bytes:
@@ -169,12 +174,8 @@ def _called(url: str, headers: dict[str, str], body: bytes) -> bytes:
         raise JudgeFailed(f"The judge could not be reached: {error}", is_final=False) from error
 
 
-def _mark_in(answer: bytes) -> float:
-    try:
-        text = json.loads(answer)["choices"][0]["message"]["content"]
-        found = _MARK.search(text)
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise JudgeFailed("The judge's answer is not a chat completion.", is_final=True) from None
+def _mark_in(text: str) -> float:
+    found = _MARK.search(text)
     if found is None or not 0 <= float(found[0]) <= 10:
         raise NoMark("The judge gave no number from 0 to 10.", is_final=True)
     return float(found[0]) / 10

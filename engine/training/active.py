@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.training.packer import Piece, cut_pieces, example_lengths
 from engine.training.parameters import AdapterLayout, Span
+from engine.training.policy import Policy, Samples
 from engine.training.preferences import add_figures
 from engine.training.reference import Reference
 from engine.training.run import RunRequest
@@ -40,7 +41,7 @@ class ActiveRun:
         settings, rows, held_out = request.settings, request.rows, request.held_out
         lengths = example_lengths(rows, settings.rows_per_example)
         self._order, self._num_examples = RowOrder(settings, lengths), len(lengths)
-        self.reference = None if settings.beta is None else Reference(request, self._order, budget)
+        self.reference = Reference(request, self._order, budget) if settings.has_pairs else None
         self.validation: Validation | None = None
         if held_out is not None:
             pairs = None if self.reference is None else self.reference.held_out
@@ -55,6 +56,27 @@ class ActiveRun:
     def is_validating(self) -> bool:
         """Return whether its last step is being validated: its next rows are held-out ones."""
         return self.validation is not None and self.validation.made is not None
+
+    @property
+    def awaits_samples(self) -> bool:
+        """Return whether it continues with answers to `examples`, once it is given them."""
+        is_sampled = self.request.settings.samples is not None
+        return is_sampled and (self.is_validating or not (self.is_finished or self._pieces))
+
+    @property
+    def examples(self) -> Sequence[int]:
+        """The prompts whose answers it awaits."""
+        held_out = self.request.held_out
+        if held_out is not None and self.is_validating:
+            return range(len(held_out.rows))
+        return self._examples
+
+    def give_samples(self, samples: Samples) -> None:
+        """Continue with the answers that it awaits, to be trained on."""
+        policy = Policy.of(samples, self.request.settings)
+        rows = samples.rows
+        self._pieces = cut_pieces(rows, range(len(rows)), self._budget, 1.0, policy=policy)
+        add_figures(self.figures, samples.figures)
 
     @property
     def is_read_only(self) -> bool:
@@ -73,7 +95,7 @@ class ActiveRun:
     @property
     def is_step_whole(self) -> bool:
         """Return whether all rows of the step went through a micro-batch: the update is due."""
-        return self._next == len(self._pieces)
+        return not self.awaits_samples and self._next == len(self._pieces)
 
     def pass_piece(self, figures: Mapping[str, float]) -> None:
         """Note that `piece` went through a micro-batch, and its part of the step's figures."""
@@ -105,6 +127,7 @@ class ActiveRun:
     def _plan_step(self) -> None:
         self.figures: dict[str, float] = {}
         self._step_tokens, self._next, self._pieces = 0, 0, list[Piece]()
+        self._examples: Sequence[int] = ()
         if self.is_finished:
             return
         rows, settings = self.request.rows, self.request.settings
@@ -114,6 +137,9 @@ class ActiveRun:
         epoch, number = divmod(self.step, steps)
         first = number * settings.rows_per_step
         examples = self._order.epoch(epoch)[first : first + settings.rows_per_step]
+        if settings.samples is not None:
+            self._examples = examples
+            return
         if self.reference is None:
             weight, pairs = 1 / sum(rows.num_answers[example] for example in examples), None
         else:

@@ -105,7 +105,7 @@ def check(saved: Checkpoint, request: RunRequest, config: ModelConfig) -> None:
 
 
 def _check_reference(saved: Checkpoint, request: RunRequest) -> None:
-    if request.settings.beta is None or (saved.step == 0 and REFERENCE[0] not in saved.tensors):
+    if not request.settings.has_pairs or (saved.step == 0 and REFERENCE[0] not in saved.tensors):
         return
     held_out = [] if request.held_out is None else [request.held_out.rows]
     for name, rows in zip(REFERENCE, [request.rows, *held_out], strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,7 +37,8 @@ class RunProgress:
     validation_loss  mean over the held-out answer tokens after the update; None: it was not
                      validated, or the loss is no finite number
     rewards          of a preference run: means over the step's pairs before the update, and with
-                     the prefix `validation_` over held-out ones after it
+                     the prefix `validation_` over held-out ones after it; of a run of rewards,
+                     what `engine.training.policy` measures
     best_step        of the state with the least loss so far, `best_loss`
     """
 
@@ -51,6 +52,20 @@ class RunProgress:
     rewards: Mapping[str, float] = field(default_factory=dict)
     best_step: int | None = None
     best_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesWanted:
+    """The run continues once `BatchTrainer.give_samples` has its answers to these prompts.
+
+    step      optimiser steps made
+    examples  the rows of the prompts: of the run, or those held out
+    """
+
+    run_id: str
+    step: int
+    examples: Sequence[int]
+    is_validation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,4 +88,4 @@ class RunEnded:
     error: TrainingError | None = None
 
 
-Event = RunStarted | RunProgress | RunEnded
+Event = RunStarted | RunProgress | SamplesWanted | RunEnded

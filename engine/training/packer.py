@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.training.policy import PackedPolicy, Policy
 from engine.training.preferences import PackedPairs, Pairs, row_sums
 from engine.training.run import RunRows
 from kernels.training import Rows, Segments, make_rows, make_segments
@@ -20,12 +21,14 @@ class Piece:
     weight   of each answer token's loss: 1 / the answer tokens of the run's whole step; of each
              pair's: 1 / the step's pairs
     pairs    of the run, whose rows these are, a whole number of pairs; None: no pairs are compared
+    policy   of the run, whose rows these are: answers that were sampled and rewarded
     """
 
     rows: RunRows
     indices: Sequence[int]
     weight: float
     pairs: Pairs | None = None
+    policy: Policy | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -45,10 +48,11 @@ class MicroBatch:
     segments       where each piece begins
     predicting     [N] int64, the tokens before an answer token
     targets        [N] int64, the answer tokens
-    weights        [N] float32; 1 in pairs, which `reweigh` weighs
+    weights        [N] float32; 1 in pairs and in sampled answers, which `reweigh` weighs
     answer_counts  [pieces] int64, how many of the N are each piece's
     row_answers    [rows] int64, how many are each row's; `row_counts`, the rows of each piece
     pairs          None: no piece has pairs
+    policy         None: no piece has sampled answers
     """
 
     token_ids: torch.Tensor
@@ -61,6 +65,7 @@ class MicroBatch:
     row_answers: torch.Tensor
     row_counts: Sequence[int]
     pairs: PackedPairs | None
+    policy: PackedPolicy | None
 
     @property
     def num_tokens(self) -> int:
@@ -69,11 +74,21 @@ class MicroBatch:
     @property
     def reweigh(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return the function that weighs answer tokens' gradients by all losses, if one does."""
-        pairs = self.pairs
-        return None if pairs is None else lambda losses: pairs.factors(losses, self.row_answers)
+        if self.pairs is None and self.policy is None:
+            return None
+
+        def factors(losses: torch.Tensor) -> torch.Tensor:
+            pairs, policy = self.pairs, self.policy
+            if pairs is None:
+                assert policy is not None
+                return policy.factors(losses)
+            of_pairs = pairs.factors(losses, self.row_answers)
+            return of_pairs if policy is None else of_pairs * policy.factors(losses)
+
+        return factors
 
     def measure(self, losses: torch.Tensor) -> list[dict[str, float]]:
-        """Return each piece's part of its run's figures: `loss`, and with pairs their rewards.
+        """Return each piece's part of its run's figures: `loss`, and what its method measures.
 
         losses  [N], of the answer tokens, not weighted
         """
@@ -82,6 +97,9 @@ class MicroBatch:
         found = [{"loss": loss} for loss in sums]
         if self.pairs is not None:
             for piece, figures in self.pairs.measure(losses, self.row_answers):
+                found[piece] = figures
+        if self.policy is not None:
+            for piece, figures in self.policy.measure(losses):
                 found[piece] = figures
         return found
 
@@ -111,7 +129,12 @@ def cut_step(lengths: Sequence[int], budget: int) -> list[int]:
 
 
 def cut_pieces(
-    rows: RunRows, examples: Sequence[int], budget: int, weight: float, pairs: Pairs | None = None
+    rows: RunRows,
+    examples: Sequence[int],
+    budget: int,
+    weight: float,
+    pairs: Pairs | None = None,
+    policy: Policy | None = None,
 ) -> list[Piece]:
     """Return the pieces of these examples of a run: rows, or with `pairs` pairs of rows."""
     size = 1 if pairs is None else 2
@@ -119,7 +142,7 @@ def cut_pieces(
     lengths = example_lengths(rows, size)
     pieces, first = [], 0
     for count in cut_step([lengths[example] for example in examples], budget):
-        pieces.append(Piece(rows, indices[first : first + size * count], weight, pairs))
+        pieces.append(Piece(rows, indices[first : first + size * count], weight, pairs, policy))
         first += size * count
     return pieces
 
@@ -143,7 +166,8 @@ def pack(pieces: Sequence[Piece], device: torch.device) -> MicroBatch:
     targets_at = torch.cat(answers).nonzero().flatten()  # never the first of a row
     counts = torch.tensor([piece.num_answers for piece in pieces])
     weights = torch.tensor(
-        [1.0 if piece.pairs else piece.weight for piece in pieces], dtype=torch.float64
+        [1.0 if piece.pairs or piece.policy else piece.weight for piece in pieces],
+        dtype=torch.float64,
     )
     row_answers = [piece.rows.num_answers[index] for piece in pieces for index in piece.indices]
     compared = [
@@ -166,4 +190,5 @@ def pack(pieces: Sequence[Piece], device: torch.device) -> MicroBatch:
         row_answers=there(torch.tensor(row_answers)),
         row_counts=row_counts,
         pairs=PackedPairs.of(compared, device),
+        policy=PackedPolicy.of([(p.policy, p.indices, p.num_answers) for p in pieces], device),
     )

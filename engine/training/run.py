@@ -44,7 +44,11 @@ class RunSettings:
     order                  of the rows in an epoch; the first two are the Trainer's own, by `seed`
     seed                   of the initial adapter, the order and the dropout
     beta                   of preference tuning (DPO), where the rows are pairs: each better answer
-                           is followed by the worse one; None: the rows' answers are learned
+                           is followed by the worse one; None: the rows' answers are learned.
+                           With `samples` the weight of the distance to the start
+    samples                of each row, which is a prompt, answers are sampled and rewarded:
+                           `engine.training.policy`. None: the rows have answers
+    max_tokens, clip       of answers that are sampled
     use_dora … layers      known by name, so that `unsupported` can refuse them
     """
 
@@ -68,6 +72,9 @@ class RunSettings:
     order: Order = "group_by_length"
     seed: int = 0
     beta: float | None = None
+    samples: int | None = None
+    max_tokens: int | None = None
+    clip: float | None = None
     use_dora: bool = False
     lora_bias: bool = False
     bias: str = "none"
@@ -83,7 +90,11 @@ class RunSettings:
     @property
     def rows_per_example(self) -> int:
         """Rows of what `batch_size` counts: two of a pair."""
-        return 1 if self.beta is None else 2
+        return 2 if self.has_pairs else 1
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.beta is not None and self.samples is None
 
     @property
     def scale(self) -> float:
@@ -184,7 +195,9 @@ class RunRows:
             digest.update(values.contiguous().numpy().data.cast("B"))
         return digest.hexdigest()
 
-    def check(self, config: ModelConfig, rows_per_example: int = 1) -> None:
+    def check(
+        self, config: ModelConfig, rows_per_example: int = 1, *, are_prompts: bool = False
+    ) -> None:
         """Raise RunRefused naming a row that cannot be trained on."""
         if not self.lengths:
             raise RunRefused("there are no rows", param="rows")
@@ -194,7 +207,7 @@ class RunRows:
             if length > config.max_positions:
                 problem = f"row {index} has {length} tokens; the model has {config.max_positions}"
                 raise RunRefused(f"{problem} positions", param="rows")
-            if not answers:
+            if not answers and not are_prompts:
                 raise RunRefused(f"row {index} has no answer to learn", param="rows")
         if not 0 <= int(self.token_ids.min()) <= int(self.token_ids.max()) < config.vocab_size:
             raise RunRefused("a token id is outside the vocabulary", param="rows")
@@ -212,9 +225,11 @@ class HeldOut:
     every: int
     patience: int | None = None
 
-    def check(self, config: ModelConfig, rows_per_example: int = 1) -> None:
+    def check(
+        self, config: ModelConfig, rows_per_example: int = 1, *, are_prompts: bool = False
+    ) -> None:
         """Raise RunRefused naming what is wrong."""
-        self.rows.check(config, rows_per_example)
+        self.rows.check(config, rows_per_example, are_prompts=are_prompts)
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:
                 raise RunRefused(f"{name} is {value}, not 1 or more", param=name)

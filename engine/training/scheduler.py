@@ -7,7 +7,7 @@ the end of one, and then the two share every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 #: How often a run may be left out of a micro-batch in which a later one of its tenant's fits.
@@ -78,9 +78,9 @@ class Scheduler:
     ) -> list[str]:
         """Return the runs that share the next micro-batch, and count their tokens as given.
 
-        next_tokens  of each running run: what its next piece takes, more than `budget` perhaps
+        next_tokens  of each running run that has a piece: what it takes, more than `budget` perhaps
         kinds        of each running run; only those of one kind share a micro-batch
-        -> at least one, if any runs; then as many as fit, `most` at most
+        -> at least one, if any has a piece; then as many as fit, `most` at most
         """
         chosen: list[str] = []
         left = budget
@@ -98,8 +98,13 @@ class Scheduler:
             return True
 
         for run_id in self._overdue():
-            take(run_id)
-        queues = {name: list(t.running) for name, t in self._tenants.items() if t.running}
+            if run_id in next_tokens:
+                take(run_id)
+        ready = {
+            name: [run_id for run_id in tenant.running if run_id in next_tokens]
+            for name, tenant in self._tenants.items()
+        }
+        queues = {name: run_ids for name, run_ids in ready.items() if run_ids}
         while queues:
             name = min(queues, key=lambda name: self._tenants[name].tokens)
             queue = queues[name]
@@ -109,17 +114,17 @@ class Scheduler:
                     break
             if not queue:
                 del queues[name]
-        self._count_skips(set(chosen))
+        self._count_skips(set(chosen), next_tokens)
         return chosen
 
-    def _count_skips(self, chosen: set[str]) -> None:
+    def _count_skips(self, chosen: set[str], ready: Collection[str]) -> None:
         """Of the runs that a later one of their tenant's went before."""
         for tenant in self._tenants.values():
             is_overtaken = False
             for run_id in reversed(tenant.running):
                 if run_id in chosen:
                     is_overtaken = True
-                elif is_overtaken:
+                elif is_overtaken and run_id in ready:
                     self._skips[run_id] = self._skips.get(run_id, 0) + 1
 
     def _overdue(self) -> list[str]:

@@ -21,7 +21,14 @@ from engine.training.errors import (
     RunUnsupported,
     TrainingError,
 )
-from engine.training.events import Event, Outcome, RunEnded, RunProgress, RunStarted
+from engine.training.events import (
+    Event,
+    Outcome,
+    RunEnded,
+    RunProgress,
+    RunStarted,
+    SamplesWanted,
+)
 from engine.training.initial import InitialAdapters
 from engine.training.model import TrainingModel
 from engine.training.packer import pack
@@ -34,6 +41,7 @@ from engine.training.parameters import (
     make_pools,
     to_host,
 )
+from engine.training.policy import Samples
 from engine.training.run import RunRequest, unsupported
 from engine.training.scheduler import Scheduler
 from engine.training.tables import SiteTables
@@ -109,14 +117,14 @@ class BatchTrainer:
         if lack is not None:
             raise RunUnsupported(f"{lack.field}: {lack.reason}", param=lack.field)
         request.settings.check()
-        size = request.settings.rows_per_example
-        request.rows.check(self._model.config, size)
+        size, are_prompts = request.settings.rows_per_example, request.settings.samples is not None
+        request.rows.check(self._model.config, size, are_prompts=are_prompts)
         layout = AdapterLayout(self._model.config, request.settings)
         if layout.size > self._spans.capacity:
             problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
             raise RunTooLarge(problem, param="rank")
         if request.held_out is not None:
-            request.held_out.check(self._model.config, size)
+            request.held_out.check(self._model.config, size, are_prompts=are_prompts)
         if saved is not None:
             checkpoint.check(saved, request, self._model.config)
         if request.adapter is not None:
@@ -149,8 +157,9 @@ class BatchTrainer:
         begin with the log-probabilities of their start.
         """
         self._begin_runs()
-        sizes = {run_id: run.piece.num_tokens for run_id, run in self._active.items()}
-        kinds = {run_id: run.is_read_only for run_id, run in self._active.items()}
+        ready = {name: run for name, run in self._active.items() if not run.awaits_samples}
+        sizes = {run_id: run.piece.num_tokens for run_id, run in ready.items()}
+        kinds = {run_id: run.is_read_only for run_id, run in ready.items()}
         config = self._config
         chosen = self._scheduler.select(sizes, config.token_budget, config.runs_a_pass, kinds)
         runs = [self._active[run_id] for run_id in chosen]
@@ -162,6 +171,40 @@ class BatchTrainer:
         events, self._events = self._events, []
         return events
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether all runs wait for samples: a step would do nothing."""
+        waits = all(run.awaits_samples for run in self._active.values())
+        return bool(self._active) and waits and not self._waiting and not self._events
+
+    def adapter(self, run_id: str) -> dict[str, torch.Tensor]:
+        """Return a running run's adapter after its last step, by PEFT's names, on the host."""
+        run = self._active[run_id]
+        return run.layout.tensors(to_host(self._pools.master[run.span.elements]))
+
+    def give_samples(self, run_id: str, samples: Samples) -> None:
+        """Let a run that awaits samples continue with them.
+
+        Those of held-out prompts are only judged: the best state has the highest reward.
+        """
+        run = self._active[run_id]
+        if run.validation is not None and run.is_validating:
+            run.validation.pass_samples(samples)
+            self._conclude(run, run.validation)
+        else:
+            run.give_samples(samples)
+
+    def _want_samples(self, run: ActiveRun) -> None:
+        if run.awaits_samples:
+            self._events.append(
+                SamplesWanted(
+                    run_id=run.request.run_id,
+                    step=run.step,
+                    examples=run.examples,
+                    is_validation=run.is_validating,
+                )
+            )
+
     def close(self) -> None:
         """End every run that is left; the last step reports them."""
         for run_id in [*self._waiting, *self._active]:
@@ -172,7 +215,8 @@ class BatchTrainer:
         self._spans.check_integrity()
         assert self._spans.used == sum(run.span.size for run in self._active.values())
         for run in self._active.values():
-            assert run.is_validating or not (run.is_finished or run.is_step_whole)
+            is_over = run.is_finished or run.is_step_whole
+            assert run.is_validating or run.awaits_samples or not is_over
         if not self._active:
             assert not self._pools.master.any() and not self._pools.gradient.any()
 
@@ -240,6 +284,8 @@ class BatchTrainer:
         )
         if run.is_finished and not run.is_validating:
             self._end(run, "finished")
+        else:
+            self._want_samples(run)
 
     def _pass_pieces(self, runs: list[ActiveRun]) -> None:
         """Add the gradients of these runs' next rows."""
@@ -276,10 +322,13 @@ class BatchTrainer:
         run.end_step()
         if run.validation is not None and run.validation.is_due(run.step):
             run.validation.begin(made)
+            self._want_samples(run)
             return
         self._report(run, made)
         if run.is_finished:
             self._end(run, "finished")
+        else:
+            self._want_samples(run)
 
     def _read_pieces(self, runs: list[ActiveRun]) -> None:
         """Add the figures of these runs' next held-out rows, or those of their start."""
@@ -305,6 +354,8 @@ class BatchTrainer:
         self._report(run, made, loss if math.isfinite(loss) else None, validation.rewards)
         if run.is_finished or validation.is_over:
             self._end(run, "finished")
+        else:
+            self._want_samples(run)
 
     def _report(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.training.packer import Piece, cut_pieces
+from engine.training.policy import Samples
 from engine.training.preferences import Pairs, add_figures
 from engine.training.run import HeldOut
 
@@ -86,6 +87,11 @@ class Validation:
         add_figures(self._sums, figures)
         del self._pieces[0]
 
+    def pass_samples(self, samples: Samples) -> None:
+        """Note the rewards of answers to all held-out prompts: the loss is minus their mean."""
+        self._sums = {**samples.figures, "loss": -float(samples.rewards.mean())}
+        self._pieces = []
+
     @property
     def is_whole(self) -> bool:
         return not self._pieces
@@ -99,6 +105,7 @@ class Validation:
         made, self.made = self.made, None
         rows = self._held_out.rows
         number = sum(rows.num_answers) if self._pairs is None else len(rows) // 2
+        number = number or 1  # prompts have none: `pass_samples` noted the means
         means = {name: total / number for name, total in self._sums.items()}
         loss, self.rewards = means.pop("loss"), means
         if math.isfinite(loss):

@@ -98,9 +98,11 @@ def test_what_cannot_be_taken_over_is_named(tmp_path: Path) -> None:
 
 
 def test_another_method_cannot_be_made_here(tmp_path: Path) -> None:
-    with pytest.raises(CliError, match="method is reinforcement: only supervised and dpo jobs"):
+    with pytest.raises(CliError, match="method is magic: supervised, dpo, reinforcement jobs"):
+        read(tmp_path, method={"type": "magic"})
+    with pytest.raises(CliError, match="The job has no grader"):
         read(tmp_path, method={"type": "reinforcement", "reinforcement": {}})
-    with pytest.raises(CliError, match="only supervised and dpo jobs"):
+    with pytest.raises(CliError, match="supervised, dpo, reinforcement jobs"):
         read(tmp_path, method={"type": ["dpo"]})
 
 
@@ -112,6 +114,26 @@ def test_a_dpo_job_is_taken_over(tmp_path: Path) -> None:
     assert (old.method, old.hyperparameters) == ("dpo", taken)
     assert old.notes[0] == "hyperparameters.gamma: it is not known here."
     assert "2 is taken over, but of 0.0001, this server's rate" in old.notes[1]
+
+
+def test_a_job_by_reinforcement_is_taken_over(tmp_path: Path) -> None:
+    like = {"type": "string_check", "name": "a", "input": "x", "reference": "y", "operation": "eq"}
+    judged = {"type": "score_model", "name": "b", "model": "gpt-4.1", "input": []}
+    code = {"type": "python", "name": "c", "source": "def grade(s, i): ...", "image_tag": "1"}
+    parts = {"a": like, "b": judged, "c": code}
+    grader = {"type": "multi", "name": "m", "graders": parts, "calculate_output": "a + b + c"}
+    given = {"compute_multiplier": 2, "eval_samples": 3}
+    own = {"grader": grader, "response_format": {"type": "json_schema"}, "hyperparameters": given}
+    old = read(tmp_path, method={"type": "reinforcement", "reinforcement": own}, result_files=[])
+    assert old.hyperparameters == {"compute_multiplier": 2}
+    del code["image_tag"]
+    assert old.grader == grader | {"graders": parts}
+    said = "\n".join(old.notes)
+    for name in (
+        *("response_format: answers are sampled freely", "grader.c.image_tag"),
+        *("grader.b.model: gpt-4.1 must be", "hyperparameters.eval_samples: it is not known"),
+    ):
+        assert name in said, (name, said)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"id": 1}', "{" * 10_000, '{"model": 3}'])

@@ -37,6 +37,8 @@ CALLED = {"type": "function_call", "call_id": "x", "name": "x", "arguments": "{}
 SAID = [{"role": "user", "content": "x"}]
 STREAM = {"stream_options": {"stream": True}}
 HOUR = {"seconds": 3600}
+SOURCE = "def grade(sample, item):\n    return 1"
+GRADER = {"type": "string_check", "input": "x", "reference": "x", "operation": "eq"}
 
 #: Address -> the client's type, ours, and what single fields need to be accepted.
 BODIES: dict[str, tuple[Any, Any, Fitting]] = {
@@ -87,7 +89,26 @@ BODIES: dict[str, tuple[Any, Any, Fitting]] = {
     "jobs": (
         JobCreateParams,
         FineTuningJobBody,
-        Fitting(beside={"method.dpo": {"type": "dpo"}}),
+        Fitting(
+            beside={
+                "method.dpo": {"type": "dpo"},
+                "method.reinforcement": {"type": "reinforcement"},
+            },
+            inside={
+                "method.reinforcement": {"grader": GRADER},
+                "method.reinforcement.grader[python]": {"source": SOURCE},
+                "method.reinforcement.grader[text_similarity]": {"evaluation_metric": "bleu"},
+                "method.reinforcement.grader[multi]": {
+                    "graders": {"x": GRADER},
+                    "calculate_output": "x",
+                },
+            },
+            values={
+                "method.reinforcement.grader[multi].graders": {"x": GRADER},
+                "method.reinforcement.grader[python].source": SOURCE,
+                "method.reinforcement.grader[score_model].range": [0, 1],
+            },
+        ),
     ),
     "uploads": (
         UploadCreateParams,
@@ -245,16 +266,52 @@ output_expires_after: anchor seconds
 ## jobs obeyed
 : hyperparameters method model seed suffix training_file validation_file
 hyperparameters: batch_size learning_rate_multiplier n_epochs
-method: dpo supervised type
+method: dpo reinforcement supervised type
 method.dpo: hyperparameters
 method.dpo.hyperparameters: batch_size beta learning_rate_multiplier n_epochs
+method.reinforcement: grader[multi] grader[python] grader[score_model] grader[string_check]
+method.reinforcement: grader[text_similarity] hyperparameters
+method.reinforcement.grader[multi]: calculate_output graders
+method.reinforcement.grader[python]: source
+method.reinforcement.grader[score_model]: input[message] model range sampling_params
+method.reinforcement.grader[score_model].input[message]: content content[input_text]
+method.reinforcement.grader[score_model].input[message]: content[output_text] role
+method.reinforcement.grader[score_model].input[message].content[input_text]: text
+method.reinforcement.grader[score_model].input[message].content[output_text]: text
+method.reinforcement.grader[score_model].sampling_params: max_completions_tokens seed
+method.reinforcement.grader[score_model].sampling_params: temperature top_p
+method.reinforcement.grader[string_check]: input operation reference
+method.reinforcement.grader[text_similarity]: evaluation_metric input reference
+method.reinforcement.hyperparameters: batch_size compute_multiplier eval_interval eval_samples
+method.reinforcement.hyperparameters: learning_rate_multiplier n_epochs
 method.supervised: hyperparameters
 method.supervised.hyperparameters: batch_size learning_rate_multiplier n_epochs
 ## jobs neutral
 : metadata
+method.reinforcement.grader[multi]: name
+method.reinforcement.grader[python]: name
+method.reinforcement.grader[score_model]: name
+method.reinforcement.grader[string_check]: name
+method.reinforcement.grader[text_similarity]: name
+method.reinforcement.hyperparameters: reasoning_effort
 ## jobs refused
 : integrations[wandb]
-method: reinforcement type=reinforcement
+method.reinforcement.grader[python]: image_tag
+method.reinforcement.grader[score_model].input[message].content[input_text]: prompt_cache_breakpoint
+method.reinforcement.grader[score_model].input[message]: content[input_audio]
+method.reinforcement.grader[score_model].input[message]: content[input_image]
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=high
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=low
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=max
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=medium
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=minimal
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=none
+method.reinforcement.grader[score_model].sampling_params: reasoning_effort=xhigh
+method.reinforcement.grader[text_similarity]: evaluation_metric=cosine
+method.reinforcement.grader[text_similarity]: evaluation_metric=meteor
+method.reinforcement.hyperparameters: reasoning_effort=high reasoning_effort=low
+method.reinforcement.hyperparameters: reasoning_effort=medium
+method: type=reinforcement
 ## uploads obeyed
 : bytes expires_after filename mime_type purpose
 expires_after: anchor seconds

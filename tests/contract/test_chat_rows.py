@@ -90,7 +90,15 @@ def test_a_good_dataset_has_rows_and_no_problems() -> None:
         ),
         ({"messages": [ASSISTANT, USER]}, "line 2: messages must begin with a message of the sys"),
         ({"messages": [SYSTEM]}, "line 2: messages must have a message of the assistant"),
-        ({"messages": [USER, USER]}, "line 2: messages must have a message of the assistant"),
+        ({"messages": [USER, USER]}, "line 2 has no answer, but the rows before have one answer"),
+        (
+            {"messages": [USER, ASSISTANT | {"weight": 0}, USER], "answer": 7},
+            "line 2 has no answer, but the rows before have one answer: keep them in separate",
+        ),
+        (
+            {"messages": [USER | {"mood": 1}, USER], "answer": 7},
+            "line 2: messages[0].mood is not a known key",
+        ),
     ],
 )
 def test_a_wrong_row_is_named_by_line_and_field(row: Any, expected: str) -> None:

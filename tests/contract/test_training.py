@@ -18,6 +18,7 @@ def test_each_number_has_its_range() -> None:
     assert fields == {
         *RANGES,
         "method",
+        "grader",
         "target_modules",
         "truncate",
         "gradient_checkpointing",
@@ -25,14 +26,23 @@ def test_each_number_has_its_range() -> None:
     }
 
 
+REWARDED: dict[str, Any] = {
+    "method": "reinforcement",
+    "grader": {"type": "string_check", "input": "a", "reference": "b", "operation": "eq"},
+}
+
+
 @pytest.mark.parametrize("name", RANGES)
 def test_numbers_within_their_ranges_are_taken_and_no_others(name: str) -> None:
     allowed, method = RANGES[name], {"method": "dpo"} if name == "beta" else {}
+    if name in ("samples", "max_tokens", "clip"):
+        method = REWARDED
     for value in inside(allowed):
         assert getattr(Hyperparameters.from_dict({name: value, **method}), name) == value
     wrong: list[Any] = [*outside(allowed), "1", True, float("nan"), []]
     wrong += [allowed.least + 0.5] if allowed.is_whole else []
-    may_be_none = name in ("beta", "max_steps", "eval_steps", "patience")  # as if it were left out
+    # as if it were left out
+    may_be_none = name in ("max_steps", "eval_steps", "patience") or bool(method)
     wrong += [] if may_be_none else [None]
     for value in wrong:
         with pytest.raises(JobError, match=f"^hyperparameters.{name}: must be a ") as caught:
@@ -54,6 +64,8 @@ def test_numbers_within_their_ranges_are_taken_and_no_others(name: str) -> None:
         ("method", "kto"),
         ("method", ["dpo"]),
         ("beta", 0.1),
+        ("samples", 4),
+        ("grader", REWARDED["grader"]),
     ],
 )
 def test_a_wrong_hyperparameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -65,8 +77,17 @@ def test_a_method_has_its_own_defaults() -> None:
     dpo = Hyperparameters.from_dict({"method": "dpo"})
     assert (dpo.beta, dpo.learning_rate, dpo.rows_per_example) == (0.1, 1e-4, 2)
     assert Hyperparameters.from_dict({"method": "dpo", "learning_rate": 1}).learning_rate == 1
-    with pytest.raises(JobError, match=r"^hyperparameters\.draft_heads: learn chats, not pairs"):
+    with pytest.raises(JobError, match=r"^hyperparameters\.draft_heads: learn chats alone"):
         Hyperparameters.from_dict({"method": "dpo", "draft_heads": 1})
+    rewarded = Hyperparameters.from_dict(REWARDED)
+    assert (rewarded.samples, rewarded.max_tokens, rewarded.clip) == (8, 256, 0.2)
+    assert (rewarded.row_kind, rewarded.most_tokens(100)) == ("prompt", 8 * 356)
+    for change, told in (
+        ({"grader": None}, "hyperparameters.grader: must be given"),
+        ({"grader": {"type": "x"}}, "hyperparameters.grader.type: must be one of"),
+    ):
+        with pytest.raises(JobError, match=told):
+            Hyperparameters.from_dict(REWARDED | change)
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

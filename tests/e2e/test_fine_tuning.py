@@ -188,6 +188,54 @@ def test_a_job_of_preferences_becomes_a_version(trainer: System) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_a_job_by_reinforcement_becomes_a_version(trainer: System) -> None:
+    client = trainer.client()
+    prompts = "".join(
+        f"{json.dumps({'messages': [{'role': 'user', 'content': f'Say {word}'}], 'word': word})}\n"
+        for word in ("one", "two", "three", "four")
+    )
+    likeness = {"input": "{{ sample.output_text }}", "reference": "{{ item.word }}"}
+    parts: dict[str, Any] = {
+        "has": {"type": "string_check", "name": "has", "operation": "ilike", **likeness},
+        "like": {"type": "text_similarity", "name": "like", "evaluation_metric": "fuzzy_match",
+                 **likeness},
+        "short": {"type": "python", "name": "short",
+                  "source": "def grade(s, i): return len(s['output_text']) < 20"},
+    }  # fmt: skip
+    formula = "(has + like + short) / 3"
+    grader: Any = {"type": "multi", "name": "all", "graders": parts, "calculate_output": formula}
+    rows = client.files.create(file=("words.jsonl", prompts.encode()), purpose="fine-tune").id
+    hyperparameters: Any = {"compute_multiplier": 0.5, "batch_size": 2, "eval_interval": 2}
+    own: Any = {"grader": grader, "hyperparameters": hyperparameters}
+    job = client.fine_tuning.jobs.create(
+        model=trainer.base_model,
+        training_file=rows,
+        validation_file=rows,
+        suffix="words",
+        method={"type": "reinforcement", "reinforcement": own},
+        extra_body={"lorikeet": {"rank": 4, "alpha": 8, "max_steps": 2, "max_tokens": 6}},
+    )
+
+    def ended() -> Any:
+        found = client.fine_tuning.jobs.retrieve(job.id)
+        return found if found.status in ("succeeded", "failed") else None
+
+    done = until(ended, "the job's end", 500)
+    assert (done.status, done.error, done.fine_tuned_model) == ("succeeded", None, "words@1")
+    events = client.fine_tuning.jobs.list_events(job.id).data
+    figures: list[Any] = [each.data for each in reversed(events) if each.type == "metrics"]
+    assert [each["step"] for each in figures] == [1, 2]
+    for each in figures:
+        of_parts = [each[f"reward_{name}"] for name in parts]
+        assert each["reward"] == pytest.approx(sum(of_parts) / 3, abs=2e-4)
+        assert each["mismatch_share"] == 0 and len(each["samples"]) == 3
+    assert figures[1]["valid_loss"] == -figures[1]["validation_reward"]
+    assert "reward,reward_spread,kl" in client.files.content(done.result_files[0]).text
+    hello: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    assert client.chat.completions.create(model="words@1", **hello).model
+
+
+@pytest.mark.timeout(600)
 def test_a_job_of_preferences_of_openais_is_made_again(trainer: System, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(PAIRS)
     method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 2}}}

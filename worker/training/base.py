@@ -26,6 +26,8 @@ from worker.training import device
 from worker.training.draft_heads import HeadTraining
 from worker.training.jobs import NamedJob, settings_of
 from worker.training.judging import CaseJudge
+from worker.training.rewards.rollouts import Rollouts
+from worker.training.rewards.sampler import Sampler
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
@@ -46,6 +48,7 @@ class OpenBase:
 
     judge         scores adapters over the same weights
     token_budget  tokens that the trainer, and the judge, take in a pass
+    rollouts      of runs of rewards; None: none of the jobs that the base was opened for is one
     """
 
     trainer: BatchTrainer
@@ -53,6 +56,7 @@ class OpenBase:
     judge: CaseJudge
     model: TrainingModel
     token_budget: int
+    rollouts: Rollouts | None = None
 
     def train_heads(self, request: RunRequest, adapter: Mapping[str, torch.Tensor]) -> HeadTraining:
         """Return what trains draft heads over a run's adapter."""
@@ -77,18 +81,21 @@ def open_base(
     Raises UnsupportedModel for a base that the engine does not know, JobError for a tokenizer that
     cannot be trained with.
     """
-    threads = [named.job.num_threads for named in jobs if named.job.num_threads is not None]
-    if threads:
+    if threads := [named.job.num_threads for named in jobs if named.job.num_threads is not None]:
         torch.set_num_threads(max(threads))
     share = min((named.job.gpu_share or 1.0 for named in jobs), default=1.0)
     device.limit_gpu_memory(share)
     codec = load_codec(folder)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    config, dtype = ModelConfig.from_folder(folder), device.training_dtype()
+    samples = any(named.job.hyperparameters.samples for named in jobs)
+    # On a CPU an engine is fast in float32 alone.
+    dtype = torch.float32 if samples and kind == "cpu" else device.training_dtype()
+    config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, kind, dtype)
     budget = token_budget or _TOKENS[kind]
     most = max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
+    sampler = Sampler(folder, config, weights, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
     sizes.sort(reverse=True)
     later = sizes[0] * max(runs - len(jobs), 0)
@@ -116,5 +123,6 @@ def open_base(
         runs_a_pass=1 if kind == "cpu" else None,
         pool_elements=plan.pool_elements,
     )
-    judge = CaseJudge(model, codec, budget)
-    return OpenBase(BatchTrainer(model, settings), codec, judge, model, budget)
+    trainer = BatchTrainer(model, settings)
+    rollouts = None if sampler is None else Rollouts(trainer, sampler, codec)
+    return OpenBase(trainer, codec, CaseJudge(model, codec, budget), model, budget, rollouts)

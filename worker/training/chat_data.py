@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from contract.grading.graders import paths_of
+from contract.grading.templates import Missing, value_at
 from contract.training.chat_rows import MAX_LINE_BYTES, Problem, numbered_rows
 from contract.training.data_split import first_prompt_digest, is_validation
 from contract.training.job import RANGES, Hyperparameters, JobError, TrainJob
-from contract.training.row_messages import Row
+from contract.training.row_messages import Row, method_fault
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
 from worker.training.row_files import RowFiles
@@ -24,13 +26,6 @@ from worker.training.row_tokens import RowTokens, cut, encode_row, row_length
 _SHOWN = 10
 #: Rows that a training needs.
 MIN_ROWS = 2
-
-
-#: The fault of a row that the run's method does not take, by whether it takes pairs.
-_OF_ANOTHER_METHOD = (
-    "has two answers: train it with the method dpo",
-    "has one answer: the method dpo takes pairs",
-)
 
 
 class DatasetError(ValueError):
@@ -59,6 +54,7 @@ class Examples:
     num_dropped rows that had nothing left to learn after the cut
     validation  examples of the rows to validate with, and `num_validation`, those rows
     num_leaked  rows to validate with whose prompt is trained on, too
+    lines, validation_lines  of prompts: the line of each example
     """
 
     examples: RowFiles
@@ -69,6 +65,8 @@ class Examples:
     validation: RowFiles = field(default_factory=RowFiles)
     num_validation: int = 0
     num_leaked: int = 0
+    lines: list[int] = field(default_factory=list)
+    validation_lines: list[int] = field(default_factory=list)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -141,6 +139,8 @@ def load_data(codec: TextCodec, job: TrainJob) -> Examples:
         validation=validation.examples,
         num_validation=validation.num_rows,
         num_leaked=num_leaked,
+        lines=train.lines,
+        validation_lines=validation.lines,
     )
 
 
@@ -173,15 +173,20 @@ class _Reader:
         self.examples = RowFiles(folder)
         self.num_rows = self.num_cut = self.num_dropped = 0
         self._codec, self._hyper, self._where = codec, hyper, where
-        self._takes_pairs = hyper.method == "dpo"
         self._max_length = min(hyper.max_length, codec.context_length)
+        if hyper.max_tokens is not None:  # a worker needs room for one token more
+            room = codec.context_length - hyper.max_tokens - 1
+            self._max_length = max(1, min(self._max_length, room))
+        self._paths = [] if hyper.grader is None else paths_of(hyper.grader)
+        self.lines: list[int] = []
         self._too_long: list[str] = []
 
     def add(self, number: int, row: Row) -> None:
         """Encode a row. Raises DatasetError, also once enough rows are too long."""
         self.num_rows += 1
-        if self._takes_pairs != (row.rejected is not None):
-            raise DatasetError(f"line {number} {_OF_ANOTHER_METHOD[self._takes_pairs]}")
+        if fault := method_fault(row.kind, self._hyper.method):
+            raise DatasetError(f"line {number} {fault}")
+        self._check_item(number, row)
         sides = [row] if row.rejected is None else [row, row.rejected]
         tokens = [each for side in sides for each in encode(self._codec, number, side, self._hyper)]
         num_tokens = row_length(tokens)
@@ -191,12 +196,27 @@ class _Reader:
                 self._too_long.append(f"{self._where}line {number} has {num_tokens}")
                 if len(self._too_long) > _SHOWN:
                     self.check()
-        kept = list(cut(tokens, self._max_length))
-        if self._takes_pairs and len(kept) < len(sides):
+        if row.item is None:
+            kept = list(cut(tokens, self._max_length))
+        else:
+            kept = tokens if num_tokens <= self._max_length else []
+            self.lines += [number] * len(kept)
+        if row.rejected is not None and len(kept) < len(sides):
             kept = []
         self.num_dropped += not kept
         for part in kept:
             self.examples.add(part)
+
+    def _check_item(self, number: int, row: Row) -> None:
+        """Raise DatasetError if a prompt lacks what the grader takes of it."""
+        for path in self._paths:
+            try:
+                value_at(path, {"item": row.item})
+            except Missing:
+                raise DatasetError(
+                    f"{self._where}line {number} has no {path.removeprefix('item.')}, which the "
+                    "grader takes"
+                ) from None
 
     def check(self) -> None:
         """Raise DatasetError if rows are too long, or nothing is left to learn of any."""

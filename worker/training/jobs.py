@@ -30,11 +30,14 @@ class PreparedJob:
     """A job whose rows were read.
 
     started  the fields of its event `started` but for the trainable parameters
+    lines, validation_lines  of prompts: the line of each row
     """
 
     named: NamedJob
     request: RunRequest
     started: dict[str, int]
+    lines: list[int] = dataclasses.field(default_factory=list)
+    validation_lines: list[int] = dataclasses.field(default_factory=list)
 
 
 #: Hyperparameters that the engine has under the same name.
@@ -72,7 +75,10 @@ def planned(data: Examples, job: TrainJob) -> dict[str, int]:
     """
     hyper = job.hyperparameters
     steps = hyper.num_steps(data.num_examples)
-    tokens = round(data.examples.num_tokens * steps / hyper.steps_per_epoch(data.num_examples))
+    own = data.examples.num_tokens
+    if hyper.samples is not None and hyper.max_tokens is not None:  # as many as there may be
+        own = hyper.samples * (own + data.num_examples * hyper.max_tokens)
+    tokens = round(own * steps / hyper.steps_per_epoch(data.num_examples))
     for name, number, most in (
         ("steps", steps, job.most_steps),
         ("tokens", tokens, job.most_tokens),
@@ -119,4 +125,6 @@ def prepare(named: NamedJob, codec: TextCodec) -> PreparedJob:
             held_out=held_out,
         ),
         started=started,
+        lines=data.lines,
+        validation_lines=data.validation_lines,
     )

@@ -20,7 +20,7 @@ from contract.training.job import JobError
 from engine.text.codec import TextCodec
 from engine.training.checkpoint import Checkpoint
 from engine.training.errors import RunTooLarge, TrainingError
-from engine.training.events import Event, RunEnded, RunProgress, RunStarted
+from engine.training.events import Event, RunEnded, RunProgress, RunStarted, SamplesWanted
 from engine.training.run import RunRequest
 from worker.child import Stopped
 from worker.training.arrivals import MoreJobs, NoMoreJobs
@@ -95,7 +95,7 @@ class BatchTraining:
         checkpoint_s: float,
         base: OpenBase | None = None,
     ) -> None:
-        self._trainer, self._codec = trainer, codec
+        self._trainer, self._codec, self._base = trainer, codec, base
         self._folder, self._emit, self._checkpoint_s = folder, emit, checkpoint_s
         self._runs: dict[str, _Run] = {}
         self._writer = ThreadPoolExecutor(1, "checkpoints")
@@ -103,6 +103,10 @@ class BatchTraining:
         self._is_warned = False  # that a state could not be written
         self._kept = KeptAdapters(self._writer, self._tell)
         self._finishing = Finishing(base, folder, self._writer, emit, self._fail)
+        self._rollouts = None if base is None else base.rollouts
+        if self._rollouts is not None:
+            self._rollouts.emit = emit
+        self._faults: dict[str, str] = {}  # why runs' answers cannot be sampled or rewarded
         self._is_stopped = False
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
@@ -127,6 +131,8 @@ class BatchTraining:
         finally:
             reader.shutdown(cancel_futures=True)
             self._finishing.close()
+            if self._rollouts is not None:
+                self._rollouts.close()
             self._writer.shutdown()
 
     @property
@@ -173,7 +179,17 @@ class BatchTraining:
                 self._report(event)
             self._kept.tell()
             self._finishing.step(may_wait=not self._trainer.has_work)
+            self._step_rollouts()
             self._save_the_oldest()
+
+    def _step_rollouts(self) -> None:
+        """Make a step of the engine that samples for runs of rewards."""
+        if self._rollouts is None or self._base is None:
+            return
+        may_wait = self._base.trainer.is_idle and not self._finishing.has_work
+        for name, problem in self._rollouts.step(may_wait=may_wait):
+            self._faults[name] = problem
+            self._trainer.cancel(name)
 
     @property
     def _has_work(self) -> bool:
@@ -207,6 +223,10 @@ class BatchTraining:
         """Put a job into the batch: from its checkpoint, if it has one of this very job."""
         if named.name in self._cancelled:
             self._fail(named.name, CANCELLED)
+            return
+        if named.job.hyperparameters.samples and self._rollouts is None:
+            self.left_over.append(named)
+            self._emit(named.name, "later", reason="nothing here samples answers")
             return
         try:
             prepared = _prepared(rows)
@@ -247,6 +267,9 @@ class BatchTraining:
         elif isinstance(event, RunProgress):
             run.losses.append(event.loss)
             self._report_progress(run, event)
+        elif isinstance(event, SamplesWanted):
+            assert self._rollouts is not None
+            self._rollouts.want(run.prepared, event)
         else:
             self._report_end(run, event)
 
@@ -277,8 +300,10 @@ class BatchTraining:
     def _report_end(self, run: _Run, event: RunEnded) -> None:
         name, job = event.run_id, run.prepared.named.job
         del self._runs[name]
+        if self._rollouts is not None:
+            self._rollouts.drop(name)
         if event.adapter is None:
-            problem = event.error.message if event.error else CANCELLED
+            problem = event.error.message if event.error else self._faults.pop(name, CANCELLED)
             field_of = event.error.param if event.error else None
             if field_of:
                 field_of = f"hyperparameters.{field_of}"

@@ -56,6 +56,8 @@ def encode_row(codec: TextCodec, row: Row, *, skip_thoughts: bool = False) -> li
     if not row.messages:
         return [_completion(codec, row)]
     _check_thoughts(codec, row)
+    if row.item is not None:
+        return [RowTokens(codec.encode_chat(render_chat(codec, row.messages, row.tools)))]
     examples: list[RowTokens] = []
     for index in reversed(row.learned):
         turn = _turn(codec, row, index)

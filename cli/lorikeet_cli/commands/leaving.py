@@ -99,11 +99,14 @@ def _body(
     setting: list[str] | None,
 ) -> dict[str, Any]:
     """Return the job to create, without its files."""
+    own: dict[str, Any] = {"hyperparameters": old.hyperparameters}
+    if old.grader is not None:
+        own["grader"] = old.grader
     body: dict[str, Any] = {
         "model": base_model or _only_base_model(session),
         "suffix": old.suffix,
         "seed": old.seed,
-        "method": {"type": old.method, old.method: {"hyperparameters": old.hyperparameters}},
+        "method": {"type": old.method, old.method: own},
         "metadata": old.metadata,
         "lorikeet": read_settings(setting or []),
     }

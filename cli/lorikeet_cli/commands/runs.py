@@ -33,6 +33,8 @@ _MORE: list[Column] = [
     ("FINISHED", moment("finished_at")),
     ("ATTEMPTS", "attempts"),
     ("HYPERPARAMETERS", "hyperparameters"),
+    ("REWARD", lambda row: row["progress"].get("reward")),
+    ("KL", lambda row: row["progress"].get("kl")),
     ("REWARD MARGIN", lambda row: row["progress"].get("reward_margin")),
     ("ERROR", "error"),
 ]

@@ -301,8 +301,11 @@ def _training_context() -> dict[str, Any]:
 
 def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
     found = run_services.training_run_get(run_id=run_id)
+    parts = (found.hyperparameters.get("grader") or {}).get("graders") or {}
+    means = ((name, found.progress.get(f"reward_{name}")) for name in parts)
     return {
         "run": found,
+        "reward_parts": [(name, mean) for name, mean in means if mean is not None],
         "busy_states": BUSY_STATES,
         "opens_at": picking.window_opens_at(),
         "eta_ms": 1000 * (found.progress.get("eta_s") or 0),

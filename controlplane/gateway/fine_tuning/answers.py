@@ -37,6 +37,7 @@ _PARAMS = {
     "hyperparameters.batch_size": "hyperparameters.batch_size",
     "hyperparameters.learning_rate": "hyperparameters.learning_rate_multiplier",
     "hyperparameters.beta": "method.dpo.hyperparameters.beta",
+    "hyperparameters.grader": "method.reinforcement.grader",
 }
 
 
@@ -147,9 +148,16 @@ class FineTuningJobSerializer(serializers.Serializer[TrainingRun]):
 
     def get_method(self, run: TrainingRun) -> dict[str, Any]:
         method, found = _method(run), _hyperparameters(run)
+        own = defaults_of(method)
         if method == "dpo":
-            found["beta"] = run.hyperparameters.get("beta", defaults_of(method).beta)
-        return {"type": method, method: {"hyperparameters": found}}
+            found["beta"] = run.hyperparameters.get("beta", own.beta)
+        graded = {}
+        if method == "reinforcement":
+            graded = {"grader": run.hyperparameters["grader"]}
+            samples = run.hyperparameters.get("samples", own.samples)
+            found["compute_multiplier"] = _number(samples / (own.samples or 1))
+            found["eval_interval"] = run.hyperparameters.get("eval_steps", "auto")
+        return {"type": method, method: {**graded, "hyperparameters": found}}
 
     def get_seed(self, run: TrainingRun) -> int:
         return int(run.hyperparameters.get("seed", _DEFAULTS.seed))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from contract.grading.graders import BadGrader, check_grader
 from contract.ranges import Range
 from contract.training.job import METHODS, RANGES, defaults_of
 from controlplane.gateway.fine_tuning.services import JobForm
@@ -18,15 +19,14 @@ Auto = Literal["auto"]
 FileName = Annotated[str, Field(max_length=100)]
 
 
-_OFFERED = "train with the method supervised or dpo"
-
-
 def _offered(value: str) -> str:
     if value not in METHODS:
-        is_known = value == "reinforcement"
-        named = f"{value} is not offered" if is_known else f"`{value[:40]}` is not known"
+        *others, last = METHODS
+        known, named = f"{', '.join(others)} or {last}", value[:40]
         raise PydanticCustomError(
-            "unsupported", "must be supervised or dpo; {named}", {"named": named}
+            "unsupported",
+            "must be {known}; `{named}` is not known",
+            {"known": known, "named": named},
         )
     return value
 
@@ -34,6 +34,9 @@ def _offered(value: str) -> str:
 #: Bounds of the learning rate, as multiples of the default one.
 _RATE = RANGES["learning_rate"]
 _DEFAULT = defaults_of("supervised").learning_rate
+_SAMPLES = defaults_of("reinforcement").samples or 0
+#: Bounds of `compute_multiplier`, so that there are 2 to 64 samples.
+_COMPUTE = Range(RANGES["samples"].least / _SAMPLES, RANGES["samples"].most / _SAMPLES)
 _MULTIPLIER = Range(_RATE.least / _DEFAULT, _RATE.most / _DEFAULT)
 
 
@@ -61,6 +64,23 @@ class DpoHyperparametersBody(HyperparametersBody):
         return super().given(method) | beta
 
 
+class ReinforcementHyperparametersBody(HyperparametersBody):
+    """OpenAI's; `compute_multiplier` multiplies the answers that are sampled for a prompt."""
+
+    compute_multiplier: Annotated[float, within(_COMPUTE)] | Auto | None = None
+    eval_interval: Annotated[int, within(RANGES["eval_steps"])] | Auto | None = None
+    eval_samples: Literal["auto", 1] | None = None
+    reasoning_effort: Literal["default"] | None = None
+
+    def given(self, method: str) -> dict[str, Any]:
+        found = super().given(method)
+        if isinstance(self.compute_multiplier, int | float):
+            found["samples"] = max(2, round(self.compute_multiplier * _SAMPLES))
+        if isinstance(self.eval_interval, int):
+            found["eval_steps"] = self.eval_interval
+        return found
+
+
 class SupervisedBody(Body):
     hyperparameters: HyperparametersBody | None = None
 
@@ -69,24 +89,43 @@ class DpoBody(Body):
     hyperparameters: DpoHyperparametersBody | None = None
 
 
+def _graded(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        check_grader(value, "")
+    except BadGrader as error:
+        place = error.field.removeprefix(".")
+        raise ValueError(f"{place}: {error.problem}" if place else error.problem) from None
+    return value
+
+
+class ReinforcementBody(Body):
+    grader: Annotated[dict[str, Any], AfterValidator(_graded)]
+    hyperparameters: ReinforcementHyperparametersBody | None = None
+    response_format: Annotated[
+        Any, refused("answers are sampled freely: grade their schema by a grader of type checks")
+    ] = None
+
+
 class MethodBody(Body):
     """The method of training."""
 
     type: Annotated[str, AfterValidator(_offered)]
     supervised: SupervisedBody | None = None
     dpo: DpoBody | None = None
-    reinforcement: Annotated[Any, refused(_OFFERED)] = None
+    reinforcement: ReinforcementBody | None = None
 
     @model_validator(mode="after")
     def _has_its_own(self) -> MethodBody:
         for name in METHODS:
             if name != self.type and getattr(self, name) is not None:
                 raise ValueError(f"{name}: the method is {self.type}, leave it out")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("type: reinforcement needs the field reinforcement, with its grader")
         return self
 
     @property
     def hyperparameters(self) -> HyperparametersBody | None:
-        own = self.dpo if self.type == "dpo" else self.supervised
+        own: SupervisedBody | DpoBody | ReinforcementBody | None = getattr(self, self.type)
         return own.hyperparameters if own else None
 
 
@@ -104,7 +143,7 @@ _OPENAIS = {
     "learning_rate": "learning_rate_multiplier",
     "seed": "seed",
     "method": "method.type",
-    "beta": "method.dpo.hyperparameters.beta",
+    "grader": "method.reinforcement.grader",
 }
 Extras = Annotated[dict[str, Any], at_most(MAX_EXTRAS), AfterValidator(_are_ours)]
 
@@ -127,6 +166,9 @@ class FineTuningJobBody(Body):
     def _says_it_once(self) -> FineTuningJobBody:
         if self.hyperparameters is not None and self._of_method is not None:
             raise ValueError("hyperparameters: give them in method alone")
+        is_rewarded = self.method is not None and self.method.type == "reinforcement"
+        if not is_rewarded and "beta" in (self.lorikeet or {}):
+            raise ValueError("lorikeet.beta: give it as method.dpo.hyperparameters.beta")
         return self
 
     @property
@@ -140,14 +182,17 @@ class FineTuningJobBody(Body):
         given = found.given(method) if found else {}
         if method != "supervised":
             given["method"] = method
+        if self.method and self.method.reinforcement:
+            given["grader"] = self.method.reinforcement.grader
         if self.seed is not None:
             given["seed"] = self.seed
+        extras = self.lorikeet or {}
         return JobForm(
             model=self.model,
             training_file=self.training_file,
             validation_file=self.validation_file,
             suffix=self.suffix,
-            hyperparameters=given | (self.lorikeet or {}),
+            hyperparameters=given | extras,
             place=f"method.{method}.hyperparameters" if of_method else "hyperparameters",
             metadata=self.metadata,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contract.process import line_reader
 from contract.training import chat_rows
-from contract.training.row_messages import Row
+from contract.training.row_messages import Row, method_fault
 from controlplane.errors import InvalidRequest, NotFound
 from controlplane.files.models import File, Purpose
 from controlplane.files.services import file_get
@@ -60,18 +60,10 @@ def method_check(rows: Rows, method: str, param: str) -> None:
     """
     lines = line_reader.lines(contents.pieces(rows.sha256), max_bytes=chat_rows.MAX_LINE_BYTES)
     first = next(chat_rows.read_rows(lines))
-    has_pairs = isinstance(first, Row) and first.rejected is not None
-    if has_pairs != (method == "dpo"):
-        told = (
-            "two answers: train it with the method dpo"
-            if has_pairs
-            else (
-                "one answer, and the method dpo takes two: give preferred_output and "
-                "non_preferred_output, or train with the method supervised"
-            )
-        )
+    fault = method_fault(first.kind, method) if isinstance(first, Row) else ""
+    if fault:
         raise InvalidRequest(
-            f"A row of the file has {told}.", param=param, code="rows_of_another_method"
+            f"A row of the file {fault}.", param=param, code="rows_of_another_method"
         )
 
 

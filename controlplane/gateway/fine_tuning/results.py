@@ -24,8 +24,14 @@ COLUMNS = (
     "step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy",
     "learning_rate", "trained_tokens", "tokens_per_s",
 )  # fmt: skip
-#: The further columns of a preference run.
-REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+#: The further columns of a run of preferences, and of one by reinforcement.
+REWARDS = {
+    "dpo": ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+    "reinforcement": (
+        "reward", "reward_spread", "kl", "entropy", "clipped", "mismatch", "mismatch_share",
+        "answer_tokens", "cut_answers",
+    ),
+}  # fmt: skip
 _MAX_BYTES = 1024**2
 
 
@@ -66,7 +72,7 @@ def _publish(file: File, rows: Any) -> None:
 
 def _table(run: TrainingRun) -> str:
     text = io.StringIO()
-    rewards = REWARDS if run.hyperparameters.get("method") == "dpo" else ()
+    rewards = REWARDS.get(run.hyperparameters.get("method", ""), ())
     columns = (*COLUMNS, *rewards, *(f"validation_{name}" for name in rewards))
     table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     table.writeheader()

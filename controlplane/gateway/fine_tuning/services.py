@@ -172,10 +172,15 @@ def _own_names(form: JobForm) -> Iterator[None]:
         "hyperparameters.learning_rate": f"{form.place}.learning_rate_multiplier",
         "hyperparameters.beta": f"{form.place}.beta",
     }
+    if form.place.startswith("method.reinforcement"):
+        names["hyperparameters.eval_steps"] = f"{form.place}.eval_interval"
+    grader = "hyperparameters.grader"
     try:
         yield
     except ApiError as error:
-        if error.param is not None:
+        if error.param is not None and error.param.startswith(grader):
+            error.param = f"method.reinforcement.grader{error.param.removeprefix(grader)}"
+        elif error.param is not None:
             extra = error.param.replace("hyperparameters.", "lorikeet.", 1)
             error.param = names.get(error.param, extra)
         raise

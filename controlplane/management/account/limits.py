@@ -32,6 +32,9 @@ _QUOTA_HELP = {
     "training_tokens": "Tokens of one training run: steps x batch_size x max_length.",
     "training_device_seconds": "Seconds of a GPU, or of a trainer without one, in 24 hours. Runs "
     "wait when they are used up.",
+    "training_samples": "Answers that one run by reinforcement samples.",
+    "grader_calls": "Calls of models that grade one run's answers.",
+    "grading_seconds": "Seconds that the grading of one run's answers takes.",
     "adapter_checks": "Adapter versions that wait for their check.",
 }
 

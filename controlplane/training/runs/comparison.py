@@ -16,7 +16,15 @@ from controlplane.training.models import TrainingRun
 Status = AdapterVersion.Status
 
 #: The comparable fields of a run's last progress.
-_METRICS = ("steps", "loss", "reward_margin", "learning_rate", "tokens_per_s", "eval_loss")
+_METRICS = (
+    "steps",
+    "loss",
+    "reward",
+    "reward_margin",
+    "learning_rate",
+    "tokens_per_s",
+    "eval_loss",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from contract.grading.graders import num_models
 from contract.training.job import Hyperparameters, JobError
 from controlplane.errors import InvalidRequest
+from controlplane.training.runs.rewards.grading import graders
 from controlplane.usage.limits import quotas
 
 #: Least number of rows, as in the trainer.
@@ -16,16 +18,19 @@ def checked_hyperparameters(fields: Any) -> dict[str, Any]:
     """Return the hyperparameters; None means all defaults. Raises InvalidRequest."""
     given = {} if fields is None else fields
     try:
-        Hyperparameters.from_dict(given)
+        hyper = Hyperparameters.from_dict(given)
     except JobError as error:
         raise InvalidRequest(f"It {error.problem}.", param=error.field) from error
+    if hyper.grader is not None:
+        for grader in graders():
+            grader.check(hyper.grader)
     return dict(given)
 
 
 def most_tokens(hyper: Hyperparameters, num_rows: int) -> int:
     """Return the most tokens that a training reads, if every row has the maximum length."""
-    rows = min(hyper.rows_per_step, num_rows) * hyper.rows_per_example
-    return hyper.num_steps(num_rows) * rows * hyper.max_length
+    rows = min(hyper.rows_per_step, num_rows)
+    return hyper.num_steps(num_rows) * rows * hyper.most_tokens(hyper.max_length)
 
 
 def check_size(hyperparameters: dict[str, Any], num_rows: int) -> None:
@@ -47,6 +52,22 @@ def check_size(hyperparameters: dict[str, Any], num_rows: int) -> None:
             param="hyperparameters",
             code="training_too_long",
         )
+    if hyper.samples is not None and hyper.grader is not None:
+        _check_samples(hyper, steps * min(hyper.rows_per_step, num_rows) * hyper.samples)
+
+
+def _check_samples(hyper: Hyperparameters, samples: int) -> None:
+    calls = samples * num_models(hyper.grader or {})
+    for name, number, what in (
+        ("training_samples", samples, "sample {} answers (steps x batch_size x samples)"),
+        ("grader_calls", calls, "ask models for {} scores (answers x score_models and judges)"),
+    ):
+        if number > (most := quotas.allowed(name)):
+            raise InvalidRequest(
+                f"The run would {what.format(number)}; your organization's limit is {most}.",
+                param="hyperparameters.samples",
+                code="training_too_long",
+            )
 
 
 def check_rows(num_rows: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from controlplane.training.runs.kept.kept_adapters import KeptAdapters
 from controlplane.training.runs.kept.kept_folders import KeptFolder
 from controlplane.training.runs.kept.saved_states import SavedState
 from controlplane.training.runs.lease import RunLease, while_held, with_retry
+from controlplane.training.runs.rewards.grading import Grading
 from controlplane.training.runs.trainer import (
     NO_ROOM,
     Event,
@@ -73,6 +75,7 @@ class RunningRun:
         self._state = SavedState(run, kept.path, lambda: trainer.num_training)
         self._adapters = KeptAdapters(run, kept.path, self._attempt.warn)
         self._told = Told()
+        self._grading = Grading(run, kept.path) if run.hyperparameters.get("grader") else None
         self._next_tick = self._deadline = 0.0
         self._num_steps = 0
 
@@ -148,7 +151,9 @@ class RunningRun:
         with_retry(self.run, Status.PUBLISHING, upload)
 
     def close(self) -> None:
-        """Wait for what is being stored."""
+        """Wait for what is being stored, or graded."""
+        if self._grading is not None:
+            self._grading.close()
         self._adapters.close()
         self._state.close()
 
@@ -159,11 +164,23 @@ class RunningRun:
 
     def note(self, event: Event) -> None:
         """Take in an event of the trainer. Raises TrainingFailed."""
+        if self._grading is not None:
+            event = self._graded(event, self._grading)
         was_judged = self._told.is_judged
         self._attempt.note(event)
         self._told.note(event)
         if self._told.is_judged and not was_judged:  # it is trained: no reason to fail any more
             self._deadline += MOST_S + MOST_WAIT_S + _SLACK_S
+
+    def _graded(self, event: Event, grading: Grading) -> Event:
+        """Have answers graded; return a step's progress with some of them."""
+        if event.get("event") == "answers":
+            grading.begin(str(event.get("file")))
+        if event.get("event") != "progress":
+            return event
+        while grading.problems:
+            self._attempt.warn(grading.problems.pop())
+        return {**event, "samples": grading.shown, "grading_s": round(grading.seconds, 1)}
 
     def tick(self) -> float:
         """Report the progress if that is due. -> the seconds until the next time.
@@ -171,6 +188,8 @@ class RunningRun:
         Raises TrainingAbandoned, TrainingPaused, and TrainingFailed after the time limit.
         """
         now = time.monotonic()
+        if self._grading is not None:
+            self._grading.check()
         if now >= self._next_tick:
             self._report()
             self._next_tick = now + TICK_S
@@ -227,7 +246,11 @@ class RunningRun:
             warm_start=self._warm_start(),
             kept_dir=self._adapters.path,
             judge_dir=None if output.exists() else judging.judge_folder(run, folder),
+            rewards_dir=None if self._grading is None else self._grading.folder,
         )
+        if job.rewards_dir is not None:
+            shutil.rmtree(job.rewards_dir, ignore_errors=True)
+            job.rewards_dir.mkdir()
         self._fetch(lambda: contents.pieces(run.dataset_sha256), job.dataset)
         if job.validation_dataset is not None:
             self._fetch(lambda: contents.pieces(run.validation_sha256), job.validation_dataset)

@@ -119,6 +119,9 @@ class TenantQuota(TenantModel):
         "training_steps",
         "training_tokens",
         "training_device_seconds",
+        "training_samples",
+        "grader_calls",
+        "grading_seconds",
         "adapter_checks",
     )
 
@@ -133,6 +136,11 @@ class TenantQuota(TenantModel):
     training_tokens = models.PositiveBigIntegerField(null=True)
     #: Seconds of a GPU, or of a trainer without one, in 24 hours.
     training_device_seconds = models.PositiveIntegerField(null=True)
+    #: Number of answers that one run by reinforcement samples, of calls of models that grade them,
+    #: and of seconds that grading takes.
+    training_samples = models.PositiveIntegerField(null=True)
+    grader_calls = models.PositiveIntegerField(null=True)
+    grading_seconds = models.PositiveIntegerField(null=True)
     #: Number of adapter versions that wait for their check.
     adapter_checks = models.PositiveIntegerField(null=True)
     updated_at = models.DateTimeField(auto_now=True)

@@ -89,6 +89,43 @@ def test_a_run_over_pairs_shows_its_rewards(acme: Party, base_model: BaseModel) 
     assert refusal.status_code == 422 and b"is for the method dpo" in refusal.content
 
 
+PROMPT = {"messages": [CHAT["messages"][0]], "wanted": "Hello", "tone": ["kind"]}
+WANTED = {
+    "type": "string_check", "input": "{{ sample.output_text }}",
+    "reference": "{{ item.wanted }}", "operation": "eq",
+}  # fmt: skip
+
+
+def test_a_run_by_reinforcement_shows_rewards_and_answers(
+    acme: Party, base_model: BaseModel
+) -> None:
+    upload(acme, json.dumps(PROMPT).encode() + b"\n" + json.dumps(PROMPT).encode() + b"\n")
+    browser = browser_of(acme.owner)
+    parts = {"kind": WANTED, "equal": WANTED}
+    grader = {"type": "multi", "graders": parts, "calculate_output": "kind * equal"}
+    form = {"adapter": "voice", "dataset": "voice", "method": "reinforcement", "samples": "4"}
+    answer = browser.post("/console/training/runs", form | {"grader": json.dumps(grader)})
+    assert answer.status_code == 302, answer.content
+    figures = {"reward": 0.25, "kl": 0.01, "entropy": 1.5, "clipped": 0, "reward_kind": 0.75}
+    figures |= {"answer_tokens": 7.5, "cut_answers": 0.5, "mismatch": 0, "mismatch_share": 0}
+    shown = [{"line": 2, "answer": "<b>Hello", "reward": 1}]
+    with tenant_scope(acme.tenant.id):
+        run = TrainingRun.objects.get()
+        wanted = {"method": "reinforcement", "grader": grader, "samples": 4}
+        assert run.hyperparameters == wanted
+        run.progress = {"step": 1, "steps": 2, "loss": 0.4, "samples": shown, **figures}
+        run.save()
+    page = browser.get(answer.url).content.decode()
+    for told in (
+        *("0.250 in the mean of the step", "; kind 0.750<", "0.0100 (KL of a token)"),
+        *("entropy 1.500", "differ by 0.000000", "1.000, line 2", "&lt;b&gt;Hello"),
+    ):
+        assert told in page, told
+    wrong = form | {"grader": json.dumps(WANTED | {"operation": "is"})}
+    refusal = browser.post("/console/training/runs", wrong)
+    assert refusal.status_code == 422 and b"must be one of eq, ne, like, ilike" in refusal.content
+
+
 def test_run_starts_and_can_be_cancelled(acme: Party, base_model: BaseModel, settings: Any) -> None:
     upload(acme, ROWS)
     browser = browser_of(acme.owner)

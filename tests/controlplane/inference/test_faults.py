@@ -133,7 +133,11 @@ def test_a_chats_fault_is_said(fields: dict[str, Any], message: str) -> None:
     [
         (BatchBody, {"endpoint": "/v1/embeddings"}, "'endpoint': must be one of /v1/chat/comp"),
         (UploadBody, {"purpose": "x"}, "'purpose': must be one of fine-tune, batch,"),
-        (FineTuningJobBody, {"method": {"type": "x"}}, "must be supervised or dpo; `x` is not"),
+        (
+            FineTuningJobBody,
+            {"method": {"type": "x"}},
+            "must be supervised, dpo or reinforcement; `x` is not",
+        ),
         (FeedbackBody, {"corrected_answer": {"x": 1}}, "must be a message of the assistant"),
     ],
 )

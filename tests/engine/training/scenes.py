@@ -105,7 +105,7 @@ def note(results: dict[str, Result], events: Sequence[Event]) -> None:
             result.starts.append(event)
         elif isinstance(event, RunProgress):
             result.progress.append(event)
-        else:
+        elif isinstance(event, RunEnded):
             result.end = event
 
 

@@ -170,7 +170,10 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ([{"messages": [USER, {"role": "sage", "content": "b"}]}], r"line 1: messages\[1\].role"),
         ([{"messages": [USER, {"role": "assistant"}]}], r"line 1: messages\[1\].content"),
         ([{"messages": [ASSISTANT, USER]}], "line 1: messages must begin with a message"),
-        ([{"messages": [USER]}], "line 1: messages must have a message of the assistant"),
+        (
+            [{"messages": [{"role": "system", "content": "s"}]}],
+            "line 1: messages must have a message of the assistant",
+        ),
         ([], "no rows"),
     ],
 )

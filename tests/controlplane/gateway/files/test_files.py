@@ -271,7 +271,7 @@ def test_rows_for_training_are_checked_as_datasets_are(site: Site) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.files.create(file=("chats.jsonl", bad), purpose="fine-tune")
     assert refused.value.code == "invalid_dataset"
-    assert "line 13: messages must have a message of the assistant" in refused.value.message
+    assert "line 13 has no answer, but the rows before have one answer" in refused.value.message
     assert "line 14 is not JSON" in refused.value.message
     assert objects(site, "acme") == before
     client.files.delete(good.id)

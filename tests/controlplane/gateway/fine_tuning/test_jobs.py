@@ -304,7 +304,20 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
                 "supervised": {"hyperparameters": {"n_epochs": "many"}},
             }
         },
-        "method.type": {"method": {"type": "reinforcement", "reinforcement": {}}},
+        "method.type": {"method": {"type": "reinforcement"}},
+        "method.reinforcement.grader": {"method": {"type": "reinforcement", "reinforcement": {}}},
+        "method.reinforcement.grader.type": rewarded({"type": "label_model"}),
+        "method.reinforcement.grader.weight": rewarded(GRADER | {"weight": 1}),
+        "method.reinforcement.grader.operation": rewarded(GRADER | {"operation": "regex"}),
+        "method.reinforcement.grader.reference": rewarded(GRADER | {"reference": "{{ row.a }}"}),
+        "method.reinforcement.grader.graders.a.input": rewarded(
+            {"type": "multi", "graders": {"a": {**GRADER, "input": None}}, "calculate_output": "a"}
+        ),
+        "method.reinforcement.hyperparameters.reasoning_effort": rewarded(
+            GRADER, reasoning_effort="high"
+        ),
+        "lorikeet.beta": {"lorikeet": {"beta": 0.1}},
+        "lorikeet.samples": {"lorikeet": {"samples": 4}},
         "method.dpo": {"method": {"type": "supervised", "dpo": {}}},
         "method.supervised": {"method": {"type": "dpo", "supervised": {}}},
         "method.dpo.hyperparameters.beta": {
@@ -337,8 +350,9 @@ def test_what_is_wrong_with_a_body_is_named(site: Site) -> None:
     }
     for param, body in faults.items():
         assert refused(site, training_file=file, **body)["param"] == param, body
-    other = refused(site, training_file=file, **faults["method.type"])
-    assert other["message"].endswith("supervised or dpo; reinforcement is not offered.")
+    other = refused(site, training_file=file, method={"type": "magic"})
+    assert other["param"] == "method.type"
+    assert other["message"].endswith("supervised, dpo or reinforcement; `magic` is not known.")
     long = refused(site, training_file=file, lorikeet={"max_steps": 1_000_000})
     assert (long["param"], long["code"]) == ("lorikeet.max_steps", "training_too_long")
     with pytest.raises(openai.BadRequestError, match="line 2 is not JSON") as caught:
@@ -357,6 +371,53 @@ PAIRS = b"".join(
     + b"\n"
     for number in range(20)
 )
+
+
+GRADER = {
+    "type": "string_check", "name": "total", "input": "{{ sample.output_text }}",
+    "reference": "{{ item.total }}", "operation": "eq",
+}  # fmt: skip
+PROMPTS = b"".join(
+    json.dumps(
+        {"messages": [{"role": "user", "content": f"2 x {number}?"}], "total": str(2 * number)}
+    ).encode()
+    + b"\n"
+    for number in range(20)
+)
+
+
+def rewarded(grader: Any, **hyperparameters: Any) -> dict[str, Any]:
+    own = {"grader": grader, "hyperparameters": hyperparameters}
+    return {"method": {"type": "reinforcement", "reinforcement": own}}
+
+
+def test_a_job_by_reinforcement(site: Site) -> None:
+    client, file = site.client(), upload(site, rows=PROMPTS)
+    given = {"n_epochs": 2, "compute_multiplier": 0.5, "eval_interval": 3}
+    body = rewarded(GRADER, **given)
+    more: Any = {"extra_body": {"lorikeet": {"max_tokens": 32, "beta": 0.02}}}
+    job = create(site, training_file=file, validation_file=file, suffix="sums", **body, **more)
+    assert job.method is not None and job.method.reinforcement is not None
+    told = job.method.reinforcement
+    assert told.grader.to_dict() == GRADER and told.hyperparameters is not None
+    rate = {"batch_size": 8, "learning_rate_multiplier": 1}
+    assert told.hyperparameters.to_dict() == {**given, **rate}
+    assert client.fine_tuning.jobs.retrieve(job.id) == job
+    ours: dict[str, Any] = job.lorikeet  # type: ignore[attr-defined]
+    assert ours["hyperparameters"] == {
+        **{"method": "reinforcement", "grader": GRADER, "samples": 4, "eval_steps": 3},
+        **{"epochs": 2, "batch_size": 8, "max_tokens": 32, "beta": 0.02},
+    }
+    early = refused(site, training_file=file, **body)
+    assert early["param"] == "method.reinforcement.hyperparameters.eval_interval"
+    chats, body = upload(site), rewarded(GRADER)
+    for field, rows, others, told_of in (
+        ("training_file", chats, body, "has one answer: the method reinforcement takes prompts"),
+        ("training_file", file, {}, "has no answer: train it with the method reinforcement"),
+    ):
+        error = refused(site, training_file=rows, **others)
+        assert (error["param"], error["code"]) == (field, "rows_of_another_method")
+        assert told_of in error["message"]
 
 
 def test_a_job_of_preferences(site: Site) -> None:

@@ -1,0 +1,1 @@
+"""Rewards: the graders of runs by reinforcement, from what evaluations have."""
