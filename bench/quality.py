@@ -51,7 +51,6 @@ PRECISIONS: dict[str, tuple[bool, dict[str, str]]] = {
     "as stored": (False, {}),
     "fp8": (False, {"base_precision": "fp8"}),
     "int4": (True, {}),
-    "fp8 kv": (False, {"kv_precision": "fp8"}),
     "fp8 adapters": (False, {"adapter_precision": "fp8"}),
     "fp8, fp8 kv": (False, {"base_precision": "fp8", "kv_precision": "fp8"}),
     "all in fp8": (
