@@ -92,8 +92,7 @@ def open_base(
     dtype = torch.float32 if samples and kind == "cpu" else device.training_dtype()
     config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, kind, dtype)
-    budget = token_budget or _TOKENS[kind]
-    most = max_runs or _RUNS[kind]
+    budget, most = token_budget or _TOKENS[kind], max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
     sampler = Sampler(folder, config, weights, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
