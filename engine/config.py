@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.errors import UnsupportedModel
 from engine.memory.eviction import ReloadCosts
 from engine.model.config import ModelConfig
+from engine.scheduling.page_tables import STATES_HELD
 from engine.scheduling.waiting_queue import SchedulerLimits
 from kernels import PageLayout
 from kernels.kv_pages import KEYS_READ_TOGETHER
@@ -154,17 +155,33 @@ class EngineConfig:
             return None
         return max(self.max_running, min(3 * self.max_running + 16, self.max_running + 128, 512))
 
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise UnsupportedModel for a setting that is not done for a gated delta net."""
+        refused = {
+            "device": self.runs_triton,
+            "speculation": self.speculation,
+            "base_precision": self.base_precision is not None,
+            "kv_precision": self.kv_precision is not None,
+        }
+        for name, is_set in refused.items():
+            if model.plan.delta is not None and is_set:
+                raise UnsupportedModel(
+                    f"the model has gated delta nets, for which {name} "
+                    f"{getattr(self, name)!r} is not supported: leave it at its default",
+                    param=name,
+                )
+
     def page_layout(self, model: ModelConfig) -> PageLayout:
         """Return the layout of one page: the KV of `page_size` tokens over all layers."""
         layout = PageLayout(
-            num_layers=model.num_layers,
+            num_layers=model.num_kv_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             page_size=self.page_size,
             per_element=self.bytes_per_element if self.kv_precision == "fp8" else 1,
             tile_per_element=self.bytes_per_element if self.adapter_precision == "fp8" else 1,
         )
-        widest = max(max(widths) for widths in model.projection_widths)
+        widest = model.widest
         if layout.page_elems < widest:
             raise UnsupportedModel(
                 f"a page of {self.page_size} tokens has {layout.page_elems} elements and cannot "
@@ -176,6 +193,14 @@ class EngineConfig:
 
     def page_bytes(self, model: ModelConfig) -> int:
         return self.page_layout(model).page_elems * self.bytes_per_element
+
+    def state_pages(self, model: ModelConfig) -> int:
+        """Return the pages that hold what the gated delta nets keep of a sequence, in fp32."""
+        delta = model.plan.delta
+        if delta is None:
+            return 0
+        num_bytes = 4 * delta.state_size * len(model.plan.delta_layers)
+        return math.ceil(num_bytes / self.page_bytes(model))
 
     def page_limits(self, model: ModelConfig, num_pages: int) -> tuple[int, int]:
         """Return the most pages of an arena of `num_pages` that (KV, adapters) may have.
@@ -196,10 +221,9 @@ class EngineConfig:
 
     def reload_costs(self, model: ModelConfig) -> ReloadCosts:
         """Estimate the reload cost of a page of each kind, for the order of eviction."""
-        per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
         return ReloadCosts.estimate(
             page_bytes=self.page_bytes(model),
-            num_params=model.num_layers * per_layer,
+            num_params=sum(a * b for i in range(model.num_layers) for a, b in model.widths(i)),
             page_size=self.page_size,
             is_cpu=self.is_cpu,
         )
@@ -223,4 +247,10 @@ class EngineConfig:
         limit = self.context_limit(model)
         if self.kv_window(model) is not None:  # pages before the window are given back
             return limit
-        return min(limit, max_kv * self.page_size)
+        num_states = self.state_pages(model) * STATES_HELD
+        if num_states >= max_kv:
+            raise ValueError(
+                f"the arena has {max_kv} pages for KV, and a sequence's states need {num_states}: "
+                "set a larger arena_bytes"
+            )
+        return min(limit, (max_kv - num_states) * self.page_size)

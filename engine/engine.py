@@ -81,7 +81,9 @@ class Engine:
         self._in_flight: InFlightStep | None = None
         max_kv, max_adapter = config.page_limits(model, num_pages := runner.arena.shape[0])
         self._pool = pool = PagePool(num_pages, max_kv=max_kv, max_adapter=max_adapter)
-        self._prefixes = PrefixCache(self._pool, is_enabled=config.prefix_cache)
+        self._prefixes = PrefixCache(
+            self._pool, is_enabled=config.prefix_cache, has_states=model.plan.delta is not None
+        )
         self._store = make_store(config, runner, model, pool, self._prefixes, clock, digest_of)
         most = int(config.pin_share * num_pages)
         self._pins = PinnedPrefixes(self._prefixes, config.page_size, most, self._store.versions)
@@ -93,6 +95,7 @@ class Engine:
             limits=config.scheduler_limits,
             let_pinned_go=partial(self._pins.let_go, self._store.prefetches.let_pinned_go),
             window=config.kv_window(model),
+            num_state=config.state_pages(model),
         )
         count, rows = self._scheduler.count_uncomputed, 1 + MAX_DRAFTS * config.speculation
         self._deadlines = Deadlines(config.max_step_tokens, count, rows)
@@ -330,7 +333,8 @@ class Engine:
         self._store.check_integrity()
         self._prefixes.check_integrity()
         self._pins.check_integrity()
-        tables = [sequence.pages for sequence in self._scheduler.running]
+        running = self._scheduler.running
+        tables = [*(s.pages for s in running), *(s.state_pages for s in running)]
         cached = [self._prefixes.owned_pages(), *self._pins.owned_pages(), self.lending.pages]
         self._pool.check_integrity([*tables, *self._store.owned_pages(), *cached])
         known = self._requests.all_sequences()

@@ -62,6 +62,10 @@ class Sequence:
     page_table    page i holds tokens 16 i to 16 i + 15
     num_dropped   pages at its start that were given back, as nothing reads them any more; the
                   table has 0 for them
+    state         pages to which its next step writes what gated delta nets keep of it
+    state_before  pages that hold this now, perhaps the prefix cache's; empty: nothing is computed
+    borders       numbers of tokens at which a step has to end, so that the prefix cache can keep
+                  the state there
     num_cached    tokens of the prompt that the first sibling to start found in the prefix cache;
                   None: no sibling has started
     stop_ids      tokens that end it
@@ -79,6 +83,7 @@ class Sequence:
         "accepted",
         "adapter_key",
         "arrival",
+        "borders",
         "digests",
         "drafting",
         "has_ended",
@@ -101,6 +106,8 @@ class Sequence:
         "rank",
         "request",
         "siblings",
+        "state",
+        "state_before",
         "stop_ids",
         "token_ids",
         "versions",
@@ -125,6 +132,9 @@ class Sequence:
         self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
         self.page_table = array("i")
         self.num_dropped = 0
+        self.state: list[int] = []
+        self.state_before: list[int] = []
+        self.borders: set[int] = set()
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
         self.versions: tuple[int, ...] = ()
@@ -171,8 +181,14 @@ class Sequence:
 
     @property
     def pages(self) -> array[int]:
-        """The pages that it holds."""
+        """The pages that it holds of keys and values."""
         return self.page_table[self.num_dropped :]
+
+    @property
+    def state_pages(self) -> list[int]:
+        """The pages that it holds of states."""
+        is_same = self.state_before is self.state
+        return self.state if is_same else self.state + self.state_before
 
     @property
     def seed(self) -> int | None:

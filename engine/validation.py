@@ -78,7 +78,8 @@ class RequestValidator:
             # A request that asks for prompt_logprobs computes all of its prompt and shares no page.
             is_scored = request.sampling.prompt_logprobs is not None
             num_shared = 0 if is_scored else self._pins.num_shared(request)
-            num_kv = min(num_kv, num_all - num_shared) + num_pinned
+            num_states = max(num_kv - num_all, 0)
+            num_kv = min(num_kv, num_all + num_states - num_shared) + num_pinned
         pins = f", with the {num_pinned} that are pinned," if num_pinned else ""
         for name, param, wanted, limit in (
             (f"prompt{pins}", "token_ids", num_kv, self._pool.max_used(PageUse.KV)),

@@ -84,7 +84,7 @@ def _add_adapters(
         record = chunks_ptr + chunk.to(tl.int64) * 8
         chunk_row = tl.load(record).to(tl.int32)
         tiles = tl.load(record + 3)
-        entry = tl.load(record + 2) + (layer * 7 + 4 + r // 16) * tiles
+        entry = tl.load(record + 2) + (layer * 8 + 4 + r // 16) * tiles
         blocks = tl.load(record + 4).to(tl.int32)
         h_row = tl.load(record + 5).to(tl.int32)
         start = tl.load(record + 6).to(tl.int32)

@@ -133,7 +133,7 @@ def _lora_silu_mul_kernel(
         up = tl.load(gate_ptrs + width, mask=live & inside, other=0.0)
         gate_sum = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         up_sum = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-        gate_entry = entry + (layer * 7 + 4) * tiles
+        gate_entry = entry + (layer * 8 + 4) * tiles
         for block in range(0, blocks):
             tile = block * 2 + r // 8
             gate_b, gate_has = tile_rows(gate_entry, tile, tiles, b_offset_ptr, rows_ptr, width)

@@ -6,7 +6,18 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.adapters.families import FUSED, MLP, QKV, O, facts_of, has_images, text_config
+from contract.adapters.families import (
+    DELTA_IN,
+    DELTA_OUT,
+    DELTA_SIZES,
+    FUSED,
+    MLP,
+    QKV,
+    O,
+    facts_of,
+    has_images,
+    text_config,
+)
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -17,11 +28,14 @@ class BaseShape:
 
     head_dim, kv_heads  width of a head, and the number of those of keys and values
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
+    delta_linears    the same of layers with a gated delta net
+    delta_layers     these layers
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
     fuses            linears that the base has as one; adapters may name either
-    has_images       it is the text model of one that sees images, so names may say language_model
+    has_images       it is the text model of one that sees images, or has its names: tensors
+                     and adapters may say language_model
     """
 
     num_layers: int
@@ -34,12 +48,18 @@ class BaseShape:
     biased: frozenset[str] = frozenset()
     fuses: tuple[tuple[str, ...], ...] = ()
     has_images: bool = False
+    delta_linears: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    delta_layers: tuple[int, ...] = ()
+
+    def linears_of(self, layer: int) -> Mapping[str, tuple[int, int]]:
+        """Return the linears of a layer, in the model's order."""
+        return self.delta_linears if layer in self.delta_layers else self.linears
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
         yield EMBEDDING, None, (self.vocab, self.hidden)
         for layer in range(self.num_layers):
-            for linear, widths in self.linears.items():
+            for linear, widths in self.linears_of(layer).items():
                 yield f"model.layers.{layer}.{linear}", layer, widths
         yield HEAD, None, (self.hidden, self.vocab)
 
@@ -67,8 +87,10 @@ class BaseShape:
         head_dim = _size(config, "head_dim", facts.head_dim or hidden // num_heads)
         queries, keys = num_heads * head_dim, kv_heads * head_dim
         tied = config.get("tie_word_embeddings")
-        widths = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-        widths += [(hidden, inner), (hidden, inner), (inner, hidden)]
+        gated = queries * (1 + facts.is_gated)
+        widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
+        mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
+        delta_layers = facts.delta_layers(config)
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
             head_dim=head_dim,
@@ -78,9 +100,27 @@ class BaseShape:
             is_tied=facts.is_tied if tied is None else bool(tied),
             biased=facts.biased(config),
             fuses=facts.fuses,
-            has_images=has_images(outer),
-            linears=dict(zip((*QKV, *O, *MLP), widths, strict=True)),
+            has_images=has_images(outer) or facts.is_seen,
+            linears=dict(zip((*QKV, *O, *MLP), widths + mlp, strict=True)),
+            delta_linears=dict(
+                zip((DELTA_OUT, *DELTA_IN, *MLP), _delta_widths(config, hidden) + mlp, strict=True)
+            )
+            if delta_layers
+            else {},
+            delta_layers=delta_layers,
         )
+
+
+def _delta_widths(config: Mapping[str, Any], hidden: int) -> list[tuple[int, int]]:
+    """Return (in, out) of a gated delta net's linears, in the model's order."""
+    numbers = {
+        name: _size(config, f"linear_{name}", default) for name, default in DELTA_SIZES.items()
+    }
+    keys = numbers["num_key_heads"] * numbers["key_head_dim"]
+    values = numbers["num_value_heads"] * numbers["value_head_dim"]
+    heads = numbers["num_value_heads"]
+    outs = (2 * keys + values, values, heads, heads)
+    return [(values, hidden), *((hidden, out) for out in outs)]
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:

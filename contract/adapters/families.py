@@ -13,6 +13,19 @@ from typing import Any
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 O = ("self_attn.o_proj",)  # noqa: E741
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+#: Linears of a gated delta net, which some layers have in the place of attention.
+DELTA_OUT = "linear_attn.out_proj"
+DELTA_IN = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+#: Fields of config.json behind "linear_" -> what they are where it does not say.
+DELTA_SIZES = {
+    "num_key_heads": 16,
+    "num_value_heads": 32,
+    "key_head_dim": 128,
+    "value_head_dim": 128,
+    "conv_kernel_dim": 4,
+}
+#: Name of such a layer in `layer_types`.
+DELTA = "linear_attention"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +48,36 @@ class Facts:
     is_tied   whether the embedding is the last matrix, too, where config.json does not say
     defaults  of fields that a text_config may leave out
     fuses     linears that the family has as one, side by side: QKV, or gate and up
+    is_gated  whether q_proj has a gate beside each head's q
+    is_seen   whether checkpoints and adapters may have the names of the model with images
+    delta_interval  every such layer has attention and the others have a gated delta net, where
+              config.json does not say; None: all have attention
     """
 
     head_dim: int | None = None
     is_tied: bool = False
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fuses: tuple[tuple[str, ...], ...] = ()
+    is_gated: bool = False
+    is_seen: bool = False
+    delta_interval: int | None = None
     biases: tuple[Bias, ...] = ()
+
+    def delta_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the layers that have a gated delta net. Raises ValueError for other types."""
+        if self.delta_interval is None:
+            return ()
+        layers, types = range(config["num_hidden_layers"]), config.get("layer_types")
+        if types is None:
+            interval = config.get("full_attention_interval") or self.delta_interval
+            if type(interval) is not int or interval < 1:
+                raise ValueError(f"full_attention_interval is {interval!r}, not a size")
+            return tuple(i for i in layers if (i + 1) % interval)
+        known = DELTA, "full_attention"
+        is_list = isinstance(types, list) and len(types) == len(layers)
+        if not is_list or not all(each in known for each in types):
+            raise ValueError(f"layer_types is not a list with {' or '.join(known)} for each layer")
+        return tuple(i for i in layers if types[i] == DELTA)
 
     def biased(self, config: Mapping[str, Any]) -> frozenset[str]:
         """Return the linears that add a bias."""
@@ -102,10 +138,29 @@ FAMILIES = {
     ),
     "olmo3": Facts(biases=(_ATTENTION,)),
     "cohere2": Facts(is_tied=True, biases=(_ATTENTION,)),
+    "qwen3_5_text": Facts(
+        head_dim=256,
+        is_gated=True,
+        is_seen=True,
+        delta_interval=4,
+        biases=(_ATTENTION,),
+        defaults={
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+# The one of these whose last matrix is the embedding only where config.json says so.
+_UNTIED = "qwen3_5"
 
 
 def has_images(config: Mapping[str, Any]) -> bool:
@@ -123,7 +178,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("text_config is not an object")
     inner = {"model_type": WITH_IMAGES[config["model_type"]], **inner}
     # The last matrix is the whole model's, and so is what it is tied to.
-    is_tied = config.get("tie_word_embeddings", True)
+    is_tied = config.get("tie_word_embeddings", config["model_type"] != _UNTIED)
     return {**facts_of(inner).defaults, **inner, "tie_word_embeddings": is_tied}
 
 

@@ -332,7 +332,7 @@ class _Fitting:
             last = self._base.num_layers - 1
             message = f"it is of layer {layer}; the base model has 0 to {last}"
             self._complain_of(name, message, "layer")
-        elif layer.isdecimal() and linear not in self._base.linears:
+        elif layer.isdecimal() and linear not in self._base.linears_of(int(layer)):
             self._complain_of(name, f"the base model has no linear {shown(linear)}", "linear")
         elif part in (ROWS, BESIDE_ROWS):
             self._complain_of(name, f"{TOKENS_FIELD} does not name its module", part)

@@ -23,7 +23,7 @@ WHOLE = (MATRIX, BESIDE_LORA, BESIDE_ROWS, BESIDE_SAVED, SAVED_AGAIN)
 Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
 _MODULE = (
-    r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?:self_attn|mlp)\.[a-z_]+"
+    r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?:self_attn|linear_attn|mlp)\.[a-z_]+"
     r"|model\.embed_tokens|lm_head)"
 )
 _TENSOR_NAME = re.compile(

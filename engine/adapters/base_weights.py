@@ -9,6 +9,7 @@ import torch
 from engine.adapters.plan import EMBEDDING, HEAD, Site
 from engine.model.config import ModelConfig
 from engine.model.weights import Matrix, Weights
+from kernels.lora.table import FUSED
 
 
 class FusedWeights(Protocol):
@@ -53,15 +54,17 @@ class BaseWeights:
 
     def __init__(self, model: ModelConfig, source: FusedWeights) -> None:
         self._source = source
-        q, kv, inner = model.q_size, model.kv_size, model.intermediate_size
-        rows = ("qkv", 0, q), ("qkv", q, q + kv), ("qkv", q + kv, q + 2 * kv)
-        self._places = (
-            *rows,
-            ("o", 0, model.hidden_size),
-            ("gate_up", 0, inner),
-            ("gate_up", inner, 2 * inner),
-            ("down", 0, model.hidden_size),
+        self._model = model
+
+    def _place(self, site: Site) -> tuple[str, int, int]:
+        """Return the fused matrix that a projection lies in, and which rows it is."""
+        widths = self._model.widths(site.layer)
+        name, first = next(
+            (name, sum(widths[p][1] for p in projections[: projections.index(site.projection)]))
+            for name, projections in FUSED.items()
+            if site.projection in projections
         )
+        return name, first, first + widths[site.projection][1]
 
     def matrix(self, site: Site) -> torch.Tensor:
         """Return W [out, in] of y = W x, on the engine's device; an embedding is [E, V].
@@ -72,7 +75,7 @@ class BaseWeights:
             return self.vocabulary(site).T
         if site.projection == HEAD:
             return self.vocabulary(site)
-        name, low, high = self._places[site.projection]
+        name, low, high = self._place(site)
         matrix = self._source.fused(site.layer, name)
         if isinstance(matrix, torch.Tensor):
             return matrix[low:high]
@@ -82,7 +85,7 @@ class BaseWeights:
         """Return b [out] of y = W x + b, fp32 in host memory; None: there is none."""
         if site.projection >= EMBEDDING:
             return None
-        name, low, high = self._places[site.projection]
+        name, low, high = self._place(site)
         bias = self._source.fused_bias(site.layer, name)
         return None if bias is None else bias[low:high].float().cpu()
 

@@ -23,7 +23,7 @@ from engine.model.config import ModelConfig
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
-EMBEDDING, HEAD = 7, 8
+EMBEDDING, HEAD = 8, 9
 
 
 class Site(NamedTuple):
@@ -32,32 +32,21 @@ class Site(NamedTuple):
     layer: int
     projection: int
 
-    @property
-    def module(self) -> str:
-        """The matrix's dotted path in Hugging Face's model."""
-        if self.projection >= EMBEDDING:
-            return "lm_head" if self.projection == HEAD else "model.embed_tokens"
-        return f"model.layers.{self.layer}.{self.linear}"
-
-    @property
-    def linear(self) -> str:
-        """The projection's dotted path within its layer."""
-        block = "self_attn" if self.projection < 4 else "mlp"
-        return f"{block}.{PROJECTION_NAMES[self.projection]}"
-
     def widths(self, model: ModelConfig) -> tuple[int, int]:
         """Return (in, out) of the matrix; the embedding's `in` is the vocabulary."""
         if self.projection == EMBEDDING:
             return model.vocab_size, model.hidden_size
         if self.projection == HEAD:
             return model.hidden_size, model.vocab_size
-        return model.projection_widths[self.projection]
+        return model.widths(self.layer)[self.projection]
 
     def has_bias(self, model: ModelConfig) -> bool:
         """Return whether the base adds a bias to the product."""
         if self.projection >= EMBEDDING:
             return False
-        return (*[model.qkv_bias] * 3, model.o_bias, *[model.mlp_bias] * 3)[self.projection]
+        has_attention = self.layer not in model.plan.delta_layers
+        mixer = *[model.qkv_bias and has_attention] * 3, model.o_bias and has_attention
+        return (*mixer, *[model.mlp_bias] * 3, False)[self.projection]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +143,7 @@ def plan_adapter(
         fitted = fit_adapter(lora, shapes, base_shape(model))
     except AdapterProblems as found:
         raise mismatch(found) from found
-    sites = {site.module: site for site in _sites(model)}
+    sites = sites_of(model)
     targets = [
         _target(site, matrix, rows)
         for module, matrix in fitted.matrices.items()
@@ -205,25 +194,32 @@ def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
     )
 
 
-def _sites(model: ModelConfig) -> list[Site]:
-    """Return every matrix that can be adapted."""
-    layers, projections = range(model.num_layers), range(len(PROJECTION_NAMES))
-    inner = (Site(layer, projection) for layer in layers for projection in projections)
-    return [Site(-1, EMBEDDING), *inner, Site(model.num_layers, HEAD)]
+def sites_of(model: ModelConfig) -> dict[str, Site]:
+    """Return every matrix that can be adapted, by its dotted path in Hugging Face's model."""
+    found = {"model.embed_tokens": Site(-1, EMBEDDING)}
+    for layer in range(model.num_layers):
+        for linear, projection in model.linears(layer).items():
+            found[f"model.layers.{layer}.{linear}"] = Site(layer, projection)
+    return {**found, "lm_head": Site(model.num_layers, HEAD)}
 
 
 def base_shape(model: ModelConfig) -> BaseShape:
     """Describe the model as `contract.adapters.fit` needs it."""
-    layer = [Site(0, projection) for projection in range(len(PROJECTION_NAMES))]
+    delta_layers = model.plan.delta_layers
+    attention = next(i for i in range(model.num_layers) if i not in delta_layers)
+    layer = {n: Site(attention, p) for n, p in model.linears(attention).items()}
+    delta = {n: Site(i, p) for i in delta_layers[:1] for n, p in model.linears(i).items()}
     return BaseShape(
         num_layers=model.num_layers,
         head_dim=model.head_dim,
         kv_heads=model.num_kv_heads,
-        linears={site.linear: site.widths(model) for site in layer},
+        linears={name: site.widths(model) for name, site in layer.items()},
         hidden=model.hidden_size,
         vocab=model.vocab_size,
         is_tied=model.tie_embeddings,
-        biased=frozenset(site.linear for site in layer if site.has_bias(model)),
+        biased=frozenset(name for name, site in layer.items() if site.has_bias(model)),
         fuses=model.fuses,
         has_images=model.has_images,
+        delta_linears={name: site.widths(model) for name, site in delta.items()},
+        delta_layers=delta_layers,
     )

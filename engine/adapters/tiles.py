@@ -103,7 +103,7 @@ class HeadMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
-    """Entries `[L * 7, num_tiles]` as in `kernels.LoraTable`, of one adapter.
+    """Entries `[L * 8, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
     Offsets count elements; -1: no tile.
 
@@ -111,8 +111,8 @@ class TileMap:
     num_parts       matrices in E4M3 whose sum each A and each B is, see `fp8_tiles`; with two there
                     are four tiles where there was one, as each part of A goes with each of B
     tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
-    gain_offset     [L * 7] of DoRA's row factors minus one; None: no projection has one
-    shift_offset    [L * 7] of vectors to add; None: no projection has one
+    gain_offset     [L * 8] of DoRA's row factors minus one; None: no projection has one
+    shift_offset    [L * 8] of vectors to add; None: no projection has one
     embedding, head  None: the adapter has no LoRA there
     new_embedding, new_head  None: it replaces no rows there
     draft_heads     in their order; none where they are not used
@@ -296,8 +296,7 @@ def place_tiles(
     A projection's tiles are adjacent, so that they can be read as one matrix, except at a page's
     end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
-    widest = max(max(widths) for widths in model.projection_widths)
-    tile_rows = min(TILE_ROWS, layout.page_elems // widest)
+    tile_rows = min(TILE_ROWS, layout.page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
     num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
@@ -350,8 +349,8 @@ def _in_pairs(
 ) -> dict[str, Any]:
     """Return a TileMap's entries: each part of A with each part of B.
 
-    a_offset, b_offset  [L * 7, parts, tiles]
-    rows, scale         [L * 7, tiles]
+    a_offset, b_offset  [L * 8, parts, tiles]
+    rows, scale         [L * 8, tiles]
     """
     num_entries, num_parts, num_tiles = a_offset.shape
     return {

@@ -19,6 +19,7 @@ from engine.execution.lora_table import Entries, EntryBuffers, EntryCache, LoraS
 from engine.execution.prompt_scores import Scores, plan_scores
 from engine.execution.uploads import upload
 from engine.memory.prefix_cache import AdapterKey
+from engine.model.delta_states import StatePages
 from engine.sequence import Row, Step
 from kernels import LoraBatch, LoraExtras, LoraTable
 
@@ -48,6 +49,7 @@ class Batch:
     is_drafted    whether sequences bring drafts behind one token each, and `max_new` is theirs
     has_unread    whether `token_ids` has placeholders, ~i for token i of the step before
     scores        the prompt log-probabilities to compute; None: there are none
+    delta         None: the model has no gated delta net
     states        takes what the LM head reads for `sample_rows`; None: nobody wants it
     """
 
@@ -68,6 +70,7 @@ class Batch:
     has_unread: bool = False
     is_drafted: bool = False
     scores: Scores | None = None
+    delta: StatePages | None = None
     states: States | None = None
 
 
@@ -155,6 +158,7 @@ class BatchBuilder:
             has_unread=bool((token_ids < 0).any()),
             is_drafted=step.has_drafts and all(row.num_known == 1 for row in rows),
             scores=plan_scores(rows, query_start, self._device, extras_of),
+            delta=_state_pages(rows, self._device),
             states=States() if step.keeps_states else None,
         )
 
@@ -237,6 +241,16 @@ def _page_tables(rows: list[Row]) -> npt.NDArray[np.int32]:
     for i, row in enumerate(rows):
         page_tables[i, : num_pages[i]] = row.sequence.page_table
     return page_tables
+
+
+def _state_pages(rows: list[Row], device: str) -> StatePages | None:
+    sequences = [row.sequence for row in rows]
+    if not sequences[0].state:
+        return None
+    read = [sequence.state_before or sequence.state for sequence in sequences]
+    write = [sequence.state for sequence in sequences]
+    is_new = [not sequence.state_before for sequence in sequences]
+    return StatePages(*upload([np.array(each) for each in (read, write, is_new)], device))
 
 
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from engine.execution.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.delta_states import DeltaStates
 from engine.model.plan import Plan
 from engine.model.rope import RopeTables
 from engine.model.weights import LayerWeights, Matrix, Weights, dense
@@ -32,12 +34,14 @@ from kernels import (
     silu_mul,
 )
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
+from kernels.gates import split_gates
 from kernels.lora.adjust import lora_adjust
 from kernels.lora.apply import lora_expand, lora_shrink
 from kernels.lora.vocab import lora_embed, lora_head
 from kernels.rms_norm import rms_norm_ref
 
 QKV = (Projection.Q, Projection.K, Projection.V)
+DELTA = (*QKV, Projection.DECAY)
 O = (Projection.O,)  # noqa: E741
 GATE_UP = (Projection.GATE, Projection.UP)
 DOWN = (Projection.DOWN,)
@@ -67,6 +71,7 @@ class Attention(Protocol):
         """Rotate q and k, write k and v to their pages, attend.
 
         heads  [T, H + 2 K, D] queries, keys and values as projected
+        layer  which of those with keys and values
         -> [T, H * D]
         """
 
@@ -74,7 +79,7 @@ class Attention(Protocol):
 class PagedAttention:
     """`Attention` by the kernels.
 
-    ropes  each layer's tables
+    ropes  the tables of each layer with attention
     """
 
     def __init__(
@@ -230,7 +235,7 @@ def add_norm(
 
 
 class DecoderLayer:
-    """Attention and MLP of one layer, each between its norms."""
+    """Attention, or a gated delta net, and MLP of one layer, each between its norms."""
 
     def __init__(
         self,
@@ -242,6 +247,9 @@ class DecoderLayer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._config, self._index, self._weights = config, index, weights
+        # Which of the gated delta nets it has, or which of the layers with attention it is.
+        before = sum(layer < index for layer in config.plan.delta_layers)
+        self._place = index - before if weights.delta is None else before
         make = functools.partial(linear, may_pack=may_pack, dtype=dtype)
         self._qkv = make(weights.qkv, weights.qkv_bias)
         self._o = make(weights.o, weights.o_bias)
@@ -253,8 +261,9 @@ class DecoderLayer:
             self._qk_norm = torch.cat(
                 (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
             )
-        q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
-        self._qkv_offsets = (0, q, q + kv, q + 2 * kv)
+        inner, widths = config.intermediate_size, config.widths(index)
+        self._qkv_parts = QKV if weights.delta is None else DELTA
+        self._qkv_offsets = (0, *accumulate(widths[part][1] for part in self._qkv_parts))
         self._o_offsets = self._down_offsets = (0, config.hidden_size)
         self._gate_up_offsets = (0, inner, 2 * inner)
 
@@ -264,11 +273,12 @@ class DecoderLayer:
         residual: torch.Tensor | None,
         attention: Attention,
         adapters: Adapters | None,
+        states: DeltaStates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
         plan, weights = self._config.plan, self._weights
         x, residual = add_norm(hidden, residual, weights.attention_norm, plan)
-        out = self._attend(x, attention, adapters)
+        out = self._mix(x, attention, adapters, states)
         if weights.attention_out_norm is not None:
             out = rms_norm(out, weights.attention_out_norm, plan.eps)
         if plan.is_parallel:
@@ -279,21 +289,36 @@ class DecoderLayer:
             out = rms_norm(out, weights.mlp_out_norm, plan.eps)
         return out, residual
 
-    def _attend(
-        self, x: torch.Tensor, attention: Attention, adapters: Adapters | None
+    def _mix(
+        self,
+        x: torch.Tensor,
+        attention: Attention,
+        adapters: Adapters | None,
+        states: DeltaStates | None,
     ) -> torch.Tensor:
-        config, index = self._config, self._index
+        index, delta = self._index, self._weights.delta
         qkv = self._qkv(x)
         if adapters is not None:
-            adapters.add(x, qkv, index, QKV, self._qkv_offsets)
+            adapters.add(x, qkv, index, self._qkv_parts, self._qkv_offsets)
+        if delta is None:
+            mixed = self._attend(qkv, attention)
+        else:
+            assert states is not None
+            mixed = states.mix(qkv, delta, self._place)
+        out = self._o(mixed)
+        if adapters is not None:
+            adapters.add(mixed, out, index, O, self._o_offsets)
+        return out
+
+    def _attend(self, qkv: torch.Tensor, attention: Attention) -> torch.Tensor:
+        config, gate = self._config, None
+        if config.plan.is_gated:
+            qkv, gate = split_gates(qkv, config.num_heads, config.head_dim)
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         if self._qk_norm is not None:
             self._norm_heads(heads, self._qk_norm)
-        attended = attention.attend(heads, index)
-        out = self._o(attended)
-        if adapters is not None:
-            adapters.add(attended, out, index, O, self._o_offsets)
-        return out
+        attended = attention.attend(heads, self._place)
+        return attended if gate is None else attended * gate.sigmoid()
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> None:
         """Norm q and k of heads [T, H + 2 K, D], in place."""
@@ -336,9 +361,13 @@ class Decoder:
         self._lm_head = Linear(weights.lm_head, may_pack=weights.may_pack)
 
     def __call__(
-        self, batch: Batch, attention: Attention, adapters: Adapters | None
+        self,
+        batch: Batch,
+        attention: Attention,
+        adapters: Adapters | None,
+        states: DeltaStates | None = None,
     ) -> torch.Tensor:
-        """Write the step's KV and return the logits [N, V] of `batch.sample_rows`."""
+        """Write the step's KV and states, and return the logits [N, V] of `batch.sample_rows`."""
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, E]
         extended = adapters if isinstance(adapters, ExtendedAdapters) else None
         if extended is not None:
@@ -346,7 +375,7 @@ class Decoder:
         hidden = self._plan.embedded(hidden)
         residual: torch.Tensor | None = None
         for layer in self._layers:
-            hidden, residual = layer(hidden, residual, attention, adapters)
+            hidden, residual = layer(hidden, residual, attention, adapters, states)
         assert residual is not None
         if batch.scores is not None:
             rows = batch.scores.rows

@@ -176,7 +176,7 @@ def _adjust_table(
         num_parts.append(len(adjusting))
         if not adjusting:
             continue
-        # [L * 7, parts], as the entries of tiles are.
+        # [L * 8, parts], as the entries of tiles are.
         nothing = np.full(len(parts[0].rows), -1, np.int64)
         for offsets, found in ((gains, "gain_offset"), (shifts, "shift_offset")):
             columns = [getattr(part, found) for part, _ in adjusting]

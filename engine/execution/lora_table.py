@@ -181,10 +181,11 @@ def _size(entries: Iterable[Entries]) -> int:
 
 
 def _scope(tiles: TileMap) -> LoraScope:
-    """Return where an adapter has tiles; its entries are [L * 7, tiles], by projection."""
+    """Return where an adapter has tiles; its entries are [L * 8, tiles], by projection."""
     if tiles.adjusts or tiles.replaces:
         return LoraScope.ADJUSTED
-    is_mlp = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS >= Projection.GATE
+    places = np.arange(len(tiles.a_offset)) % NUM_PROJECTIONS
+    is_mlp = (places >= Projection.GATE) & (places <= Projection.DOWN)
     changes_mlp = tiles.has_extras or (tiles.a_offset[is_mlp] >= 0).any()
     return LoraScope.ALL if changes_mlp else LoraScope.ATTENTION
 
@@ -194,5 +195,5 @@ def _in_numbers(offsets: npt.NDArray[np.int64], tiles: TileMap) -> npt.NDArray[n
 
 
 def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
-    """Return the entries of a blend's parts `[L * 7, tiles]`, one after another within each row."""
+    """Return the entries of a blend's parts `[L * 8, tiles]`, one after another within each row."""
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()

@@ -31,6 +31,7 @@ from engine.execution.precision_check import PrecisionCheck, precision_of
 from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
+from engine.model.delta_states import DeltaStates
 from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
@@ -80,6 +81,7 @@ class ModelRunner:
             self.draft_heads = DraftHeads(self.arena, owner.head_logits)
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
+        config.check_model(model)
         dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
         layout, weights, self.precision = _load(config, model, weights, dtype)
         self._layout = layout
@@ -115,10 +117,11 @@ class ModelRunner:
         self._decoder, self._model = Decoder(model, weights), model
         self.base = BaseWeights(model, self._decoder)
         plan = model.plan
-        self._rope = LayerRopes(model.head_dim, plan.rotations, max_positions, self.arena.device)
+        rotations = [r for i, r in enumerate(plan.rotations) if i not in plan.delta_layers]
+        self._rope = LayerRopes(model.head_dim, rotations, max_positions, self.arena.device)
         if config.is_cpu:
             keep_freed_memory()
-        if config.is_cpu and dtype == torch.float32:
+        if config.is_cpu and dtype == torch.float32 and plan.delta is None:
             self._cpu_lora = CpuLora(
                 arena=layout.tiles(self.arena),
                 widths=model.projection_widths,
@@ -196,7 +199,10 @@ class ModelRunner:
         """Return the logits [N, V] of the sampling rows; write the step's KV to the arena."""
         if self._gpu is not None:
             return self._gpu.run(batch)
-        return self._decoder(batch, self._attention(batch), self._adapters(batch))
+        states = None
+        if batch.delta is not None:
+            states = DeltaStates(batch.delta, batch.query_start, self.arena, self._model)
+        return self._decoder(batch, self._attention(batch), self._adapters(batch), states)
 
     def _attention(self, batch: Batch) -> Attention:
         self._rope.extend_to(int(batch.context_lens.max()))

@@ -42,6 +42,7 @@ class _Pin:
     request   computes the prefix
     keys      of its pages; the last of them identifies the pin
     pages     those that the pin holds
+    state     those of the state behind them
     is_kept   a lease, which `keep` made
     retry_at  not computed again before this time
     """
@@ -49,10 +50,15 @@ class _Pin:
     request: Request
     keys: list[bytes]
     pages: list[int] = field(default_factory=list)
+    state: list[int] = field(default_factory=list)
     is_kept: bool = False
     is_computing: bool = False
     retry_s: float = _FIRST_RETRY_S
     retry_at: float = float("-inf")
+
+    @property
+    def held(self) -> list[int]:
+        return self.pages + self.state
 
     @property
     def is_warm(self) -> bool:
@@ -197,8 +203,8 @@ class PinnedPrefixes:
     def _drop(self, key: bytes) -> None:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            self._prefixes.release(pin.pages)
-            pin.pages = []
+            self._prefixes.release(pin.held)
+            pin.pages = pin.state = []
 
     def forget_adapter(self, digest: str) -> None:
         """Unpin the prefixes of an adapter, and of blends that it is part of."""
@@ -249,12 +255,12 @@ class PinnedPrefixes:
     @property
     def num_pages(self) -> int:
         """Return the number of pages that are held now; each counts once."""
-        return len({page for pin in self._pins.values() for page in pin.pages})
+        return len({page for pin in self._pins.values() for page in pin.held})
 
     @property
     def num_lasting_pages(self) -> int:
         """Return the same without pages that are held only for kept prefixes."""
-        return len({page for pin in self._lasting for page in pin.pages})
+        return len({page for pin in self._lasting for page in pin.held})
 
     @property
     def _lasting(self) -> list[_Pin]:
@@ -269,7 +275,7 @@ class PinnedPrefixes:
 
     def owned_pages(self) -> list[list[int]]:
         """Return the pins' references, for `PagePool.check_integrity`."""
-        return [pin.pages for pin in self._pins.values()]
+        return [pin.held for pin in self._pins.values()]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pins, limits and requests under way agree."""
@@ -286,7 +292,8 @@ class PinnedPrefixes:
         pin.retry_at, pin.retry_s = now + pin.retry_s, min(2 * pin.retry_s, _LAST_RETRY_S)
 
     def _take(self, pin: _Pin) -> None:
-        before, pin.pages = pin.pages, self._prefixes.take(pin.keys)
+        before, pin.pages = pin.held, self._prefixes.take(pin.keys)
+        pin.state = self._prefixes.take_state(pin.pages)
         self._prefixes.release(before)
 
     def _keys(self, request: Request, num_pages: int | None = None) -> list[bytes]:

@@ -13,6 +13,7 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 
 from engine.memory.page_pool import PagePool
 
@@ -59,23 +60,36 @@ class PageKeys:
 class PrefixCache:
     """Owns one reference to every page that it can find again.
 
+    With a page it may keep the state of gated delta nets behind the page's tokens, which lies in
+    pages of its own: it is evicted with the page or before it. Where there are states, a prefix
+    ends with one.
+
     A page that only the cache refers to is *idle*; `evict` frees idle pages, the least recently
     used first. Pages that requests read are shared with them and stay.
 
     is_enabled  False: the cache keeps and finds nothing
+    has_states  whether the model has states
     """
 
-    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
-        self._pool, self.is_enabled = pool, is_enabled
+    def __init__(
+        self, pool: PagePool, *, is_enabled: bool = True, has_states: bool = False
+    ) -> None:
+        self._pool, self.is_enabled, self._has_states = pool, is_enabled, has_states
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        # page -> when it was last used, by the pool's time; least recently used first
+        self._state_of: dict[int, list[int]] = {}  # page -> pages of the state behind it
+        self._page_before: dict[int, int] = {}  # the first of these -> page
+        # page, or first page of a state -> when it was last used, by the pool's time; least
+        # recently used first
         self._idle: OrderedDict[int, int] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
         """Return the number of pages that `evict` could free."""
-        return len(self._idle)
+        states = (
+            self._state_of[self._page_before[i]] for i in self._page_before if i in self._idle
+        )
+        return len(self._idle) + sum(len(state) - 1 for state in states)
 
     @property
     def oldest_use(self) -> int | None:
@@ -84,16 +98,42 @@ class PrefixCache:
 
     def take(self, keys: Sequence[bytes]) -> list[int]:
         """Share the pages of the longest known prefix of `keys` with the caller."""
-        pages = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
+        pages = [self._page_of[key] for key in keys[: self.count_known(keys)]]
+        while self._has_states and pages and pages[-1] not in self._state_of:
+            pages.pop()
         self._pool.share(pages)
         for page in pages:
             self._idle.pop(page, None)
         return pages
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first keys have a page."""
+        return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
+
+    def take_state(self, pages: Sequence[int]) -> list[int]:
+        """Share the state behind these pages, which were taken, with the caller; empty: none is."""
+        state = self._state_of.get(pages[-1], []) if pages else []
+        self._pool.share(state)
+        for page in state[:1]:
+            self._idle.pop(page, None)
+        return state
+
+    def keep_state(self, key: bytes, page: int, state: list[int]) -> bool:
+        """Keep the state behind the caller's full page, and the page, unless a state is known.
+
+        Who reads the state has the page, too: so an idle page's state is idle.
+        """
+        known = self._page_of.get(key)
+        if known in self._state_of:
+            return False
+        if known is not None and known != page:
+            self._idle.pop(known, None)
+            del self._page_of[self._key_of.pop(known)]
+            self._pool.release((known,))
+        self.add(key, page)
+        self._pool.share(state)
+        self._state_of[page], self._page_before[state[0]] = state, page
+        return True
 
     def add(self, key: bytes, page: int) -> None:
         """Keep the caller's full page, unless a page with the same KV is known."""
@@ -109,7 +149,8 @@ class PrefixCache:
         """
         self._pool.release(pages)
         for page in reversed(pages):
-            if page in self._key_of and self._pool.num_references(page) == 1:
+            is_known = page in self._key_of or page in self._page_before
+            if is_known and self._pool.num_references(page) == 1:
                 self._idle[page] = self._pool.time
 
     def evict(self, num_pages: int) -> None:
@@ -126,16 +167,25 @@ class PrefixCache:
         return page in self._idle
 
     def evict_page(self, page: int) -> None:
-        """Free an idle page; those behind it in its prefix are not found any more."""
-        del self._idle[page], self._page_of[self._key_of.pop(page)]
+        """Free an idle page or state; what is behind it in its prefix is not found any more."""
+        del self._idle[page]
+        if page in self._page_before:
+            self._pool.release(self._state_of.pop(self._page_before.pop(page)))
+            return
+        if page in self._state_of:
+            self.evict_page(self._state_of[page][0])
+        del self._page_of[self._key_of.pop(page)]
         self._pool.release((page,))
 
     def owned_pages(self) -> list[int]:
         """Return the cache's references, for `PagePool.check_integrity`."""
-        return list(self._key_of)
+        return [*self._key_of, *chain.from_iterable(self._state_of.values())]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless keys, pages and references agree."""
         assert self._page_of == {key: page for page, key in self._key_of.items()}
-        idle = {page for page in self._key_of if self._pool.num_references(page) == 1}
+        assert self._state_of.keys() <= self._key_of.keys()
+        assert self._page_before == {state[0]: page for page, state in self._state_of.items()}
+        known = (*self._key_of, *self._page_before)
+        idle = {page for page in known if self._pool.num_references(page) == 1}
         assert idle == self._idle.keys(), "a page is idle and read, or neither"

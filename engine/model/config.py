@@ -7,12 +7,22 @@ field that neither that file nor this one reads. A missing field has the default
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from contract.adapters.base_shape import BaseShape
-from contract.adapters.families import FAMILIES, MLP, QKV, O, has_images, text_config
+from contract.adapters.families import (
+    DELTA_IN,
+    DELTA_OUT,
+    FAMILIES,
+    MLP,
+    QKV,
+    O,
+    has_images,
+    text_config,
+)
 from engine.errors import UnsupportedModel
 from engine.model.families import PLANS
 from engine.model.fields import NEUTRAL, Fields
@@ -27,9 +37,13 @@ _SIZES = (
 _AROUND_TEXT = frozenset({
     "boi_token_index", "eoi_token_index", "image_token_id", "image_token_index",
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
-    "spatial_merge_size", "text_config", "tie_word_embeddings", "vision_config",
-    "vision_feature_layer",
+    "spatial_merge_size", "text_config", "tie_word_embeddings", "video_token_id", "vision_config",
+    "vision_end_token_id", "vision_feature_layer", "vision_start_token_id",
 })  # fmt: skip
+
+# A layer's linears, in the order of the model -> their places in `kernels.Projection`.
+_LINEARS = {name: index for index, name in enumerate((*QKV, *O, *MLP))}
+_DELTA_LINEARS = dict(zip((DELTA_OUT, *DELTA_IN, *MLP), (3, 0, 1, 2, 7, 4, 5, 6), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +51,7 @@ class ModelConfig:
     """The shape of a decoder.
 
     fuses   linears that checkpoints have as one: QKV, or gate and up
-    has_images  whether it is the text model of a checkpoint that has one for images, too
+    has_images  see `BaseShape`
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     scheme  how the checkpoint stores its quantised linears; None: none is quantised
     """
@@ -69,18 +83,47 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Return the rows of q_proj, which may have gates, too."""
+        return self.q_size * (1 + self.plan.is_gated)
+
+    @property
     def projection_widths(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of q, k, v, o, gate, up, down, in the order of `kernels.Projection`."""
+        """(in, out) of a layer with attention, in the order of `kernels.Projection`."""
         hidden, inner, kv = self.hidden_size, self.intermediate_size, self.kv_size
         return (
-            (hidden, self.q_size),
+            (hidden, self.q_rows),
             (hidden, kv),
             (hidden, kv),
             (self.q_size, hidden),
             (hidden, inner),
             (hidden, inner),
             (inner, hidden),
+            (0, 0),
         )
+
+    def widths(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Return (in, out) of a layer's linears, in the order of `kernels.Projection`."""
+        delta = self.plan.delta
+        if delta is None or layer not in self.plan.delta_layers:
+            return self.projection_widths
+        mixed, gates, rates, decays = ((self.hidden_size, out) for out in delta.widths)
+        out, mlp = (delta.value_size, self.hidden_size), self.projection_widths[4:7]
+        return mixed, gates, rates, out, *mlp, decays
+
+    @property
+    def widest(self) -> int:
+        """Return the widest input or output of a layer's linears."""
+        return max(max(pair) for layer in range(self.num_layers) for pair in self.widths(layer))
+
+    def linears(self, layer: int) -> Mapping[str, int]:
+        """Return a layer's linears, in the model's order -> their `kernels.Projection`."""
+        return _DELTA_LINEARS if layer in self.plan.delta_layers else _LINEARS
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers that keep keys and values: those with attention."""
+        return self.num_layers - len(self.plan.delta_layers)
 
     @property
     def attention_scale(self) -> float:

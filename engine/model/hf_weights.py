@@ -138,8 +138,9 @@ class _Module:
                 part.data = view
         return fused
 
-    def drop(self, suffix: str) -> None:
-        self._parameters = {n: p for n, p in self._parameters.items() if not n.endswith(suffix)}
+    def drop(self, suffix: str = "", prefix: str = "") -> None:
+        left = (n for n in self._parameters if not (n.startswith(prefix) and n.endswith(suffix)))
+        self._parameters = {name: self._parameters[name] for name in left}
 
     def check_all_taken(self) -> None:
         if self._parameters:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from engine.model.rope import QueryGrowth, Rotation
+from kernels.delta import DeltaShape
 
 
 class Norms(NamedTuple):
@@ -44,6 +45,12 @@ class Plan:
     embedding_scale, logit_scale  factors of the embeddings and of the logits
     attention_scale  factor of the scores; None: 1 / sqrt(width of a head)
     growth           factors of q by position; None: there are none
+    is_gated         whether what a head attends to is multiplied by the sigmoid of a gate, which
+                     q_proj has behind the head's q
+    delta            of the layers that have a gated delta net in the place of attention, the
+                     shape; None: there are none
+    delta_layers     which they are
+    unread           beginnings of the names of tensors that are not read
     max_positions    the context, if it is less than config.json's; None: it is not
     """
 
@@ -60,6 +67,10 @@ class Plan:
     logit_scale: float = 1.0
     attention_scale: float | None = None
     growth: QueryGrowth | None = None
+    is_gated: bool = False
+    delta: DeltaShape | None = None
+    delta_layers: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ()
     max_positions: int | None = None
 
     @property

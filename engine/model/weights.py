@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from contract.adapters.families import FUSED, GATE_UP, MLP, QKV, O
+from contract.adapters.families import DELTA_IN, DELTA_OUT, FUSED, GATE_UP, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.int4_tensors import read_int4
 from engine.model.quantization import Fp8Scheme, Int4Scheme
+from kernels.delta import DeltaShape, DeltaWeights
 from kernels.fp8 import FP8, Fp8Matrix, quantize_matrix
 from kernels.fp8_groups import GROUP
 from kernels.int4 import Int4Matrix
@@ -40,7 +41,7 @@ _TEXT_NAMES = {
     **{
         f"{model}{part}.": None
         for model in ("", "model.")
-        for part in ("vision_tower", "multi_modal_projector")
+        for part in ("vision_tower", "multi_modal_projector", "visual")
     },
 }
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,7 +59,10 @@ def dense(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in]."""
+    """One decoder layer; matrices are [out, in].
+
+    A gated delta net has its `in_proj` in the place of q, k and v.
+    """
 
     attention_norm: torch.Tensor | None  # [E]
     qkv: Matrix  # [(H + 2 K) D, E]
@@ -73,6 +77,7 @@ class LayerWeights:
     qk_norm: torch.Tensor | None = None  # q, then k: [2, D], or [(H + K) D]
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +119,8 @@ class TensorSource(Protocol):
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         """Return linears' weights [height, width] stacked by rows: [sum of heights, width]."""
 
-    def drop(self, suffix: str) -> None:
-        """Ignore the tensors whose names end with `suffix`."""
+    def drop(self, suffix: str = "", prefix: str = "") -> None:
+        """Ignore the tensors whose names begin and end so."""
 
     def check_all_taken(self) -> None:
         """Raise UnsupportedModel naming a tensor that was not taken."""
@@ -206,8 +211,9 @@ class _Checkpoint:
         )
         return tuple(zip(key, value, strict=True))
 
-    def drop(self, suffix: str) -> None:
-        self._places = {n: p for n, p in self._places.items() if not n.endswith(suffix)}
+    def drop(self, suffix: str = "", prefix: str = "") -> None:
+        left = (n for n in self._places if not (n.startswith(prefix) and n.endswith(suffix)))
+        self._places = {name: self._places[name] for name in left}
 
     def check_all_taken(self) -> None:
         if isinstance(self._scheme, Int4Scheme):  # some tools write a bias of zeros for each linear
@@ -347,6 +353,8 @@ def build_weights(
     layers = as_served(embedding, loaded, kv_scales, in_fp8=in_fp8, watch=watch)
     norm = _load_norm(checkpoint, config, "model.norm", hidden)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
+    for prefix in config.plan.unread:
+        checkpoint.drop(prefix=prefix)
     checkpoint.check_all_taken()
     return Weights(
         embedding=embedding,
@@ -416,7 +424,7 @@ def _load_norm(
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}"
-    norms: dict[str, torch.Tensor | None] = {}
+    norms: dict[str, Any] = {}
     for place, name in config.plan.norms._asdict().items():
         norms[f"{place}_norm"] = (
             None if name is None else _load_norm(checkpoint, config, f"{prefix}.{name}", hidden)
@@ -428,32 +436,59 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             names, heights = (FUSED[linears],), (sum(heights),)
         return checkpoint.fuse(tuple(f"{prefix}.{n}.weight" for n in names), heights, width)
 
+    delta, has_delta = config.plan.delta, index in config.plan.delta_layers
+    if delta is not None and has_delta:
+        mixer: dict[str, Any] = {
+            "qkv": fuse(DELTA_IN, delta.widths, hidden),
+            "o": fuse((DELTA_OUT,), (hidden,), delta.value_size),
+            "delta": _load_delta(checkpoint, f"{prefix}.linear_attn", delta),
+        }
+    else:
+        mixer = {
+            "qkv": fuse(QKV, (config.q_rows, config.kv_size, config.kv_size), hidden),
+            "o": fuse(O, (hidden,), config.q_size),
+            **_load_attention_extras(checkpoint, config, f"{prefix}.self_attn"),
+        }
     return LayerWeights(
-        qkv=fuse(QKV, (config.q_size, config.kv_size, config.kv_size), hidden),
-        o=fuse(O, (hidden,), config.q_size),
         gate_up=fuse(GATE_UP, (inner, inner), hidden),
         down=fuse(MLP[2:], (hidden,), inner),
+        **mixer,
         **norms,
-        **_load_extras(checkpoint, config, f"{prefix}.self_attn", f"{prefix}.mlp"),
+        **_load_mlp_biases(checkpoint, config, f"{prefix}.mlp"),
     )
 
 
-def _load_extras(
-    checkpoint: TensorSource, config: ModelConfig, attention: str, mlp: str
+def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> DeltaWeights:
+    channels, heads = shape.widths[0], shape.num_values
+    return DeltaWeights(
+        convolution=checkpoint.load(f"{prefix}.conv1d.weight", channels, 1, shape.kernel)[:, 0],
+        rate=checkpoint.load(f"{prefix}.A_log", heads),
+        shift=checkpoint.load(f"{prefix}.dt_bias", heads),
+        norm=checkpoint.load(f"{prefix}.norm.weight", shape.value_dim),
+    )
+
+
+def _load_mlp_biases(checkpoint: TensorSource, config: ModelConfig, mlp: str) -> dict[str, Any]:
+    if not config.mlp_bias:
+        return {}
+    inner = config.intermediate_size
+    biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
+    down = checkpoint.load(f"{mlp}.down_proj.bias", config.hidden_size)
+    return {"gate_up_bias": torch.cat(biases), "down_bias": down}
+
+
+def _load_attention_extras(
+    checkpoint: TensorSource, config: ModelConfig, attention: str
 ) -> dict[str, torch.Tensor]:
     """Return the biases, and the norms of q and k, which only some models have."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, head = config.hidden_size, config.head_dim
     extras = {}
     if config.qkv_bias:
-        sizes = {"q": config.q_size, "k": config.kv_size, "v": config.kv_size}
+        sizes = {"q": config.q_rows, "k": config.kv_size, "v": config.kv_size}
         biases = [checkpoint.load(f"{attention}.{n}_proj.bias", size) for n, size in sizes.items()]
         extras["qkv_bias"] = torch.cat(biases)
     if config.o_bias:
         extras["o_bias"] = checkpoint.load(f"{attention}.o_proj.bias", hidden)
-    if config.mlp_bias:
-        biases = [checkpoint.load(f"{mlp}.{name}_proj.bias", inner) for name in ("gate", "up")]
-        extras["gate_up_bias"] = torch.cat(biases)
-        extras["down_bias"] = checkpoint.load(f"{mlp}.down_proj.bias", hidden)
     if config.plan.qk_norm is not None:
         is_whole = config.plan.qk_norm == "all"
         widths = (config.q_size, config.kv_size) if is_whole else (head, head)

@@ -8,20 +8,29 @@ from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import PageKeys, PrefixCache
 from engine.sequence import Row, Sequence
 
+#: States for which a sequence needs room at most: one that it found, and its own.
+STATES_HELD = 2
+
 
 class PageTables:
     """Fills and empties the page tables of sequences; gives full pages to the prefix cache.
 
     page_size  tokens per page
+    num_state  pages of what gated delta nets keep of a sequence; 0: the model has none
     window     how far back from a new token, itself included, KV may be read; pages further back
                are given back while the sequence runs. None: all KV is read
     """
 
     def __init__(
-        self, pool: PagePool, prefixes: PrefixCache, page_size: int, window: int | None = None
+        self,
+        pool: PagePool,
+        prefixes: PrefixCache,
+        page_size: int,
+        window: int | None = None,
+        num_state: int = 0,
     ) -> None:
         self._pool, self._prefixes, self._page_size = pool, prefixes, page_size
-        self._window = window
+        self._window, self._num_state = window, num_state
         self._num_drafts: dict[Sequence, int] = {}  # that a step in flight has pages for
         # The first full page that was not offered for sharing: it has drafts that may be wrong.
         self._unoffered: dict[Sequence, int] = {}
@@ -43,7 +52,7 @@ class PageTables:
         """
         num_pages = self.count_for(num_tokens)
         if self._window is None:
-            return num_pages
+            return num_pages + STATES_HELD * self._num_state
         return min(num_pages, (self._window - 1 + self._page_size - 2) // self._page_size + 2)
 
     def count_to_start(self, sequence: Sequence, found: list[int]) -> int:
@@ -53,6 +62,8 @@ class PageTables:
         enough for the most that it holds at a time.
         """
         num_new = self.count_for(sequence.num_tokens) - len(found)
+        if self._window is None:
+            return num_new + self._num_state
         num_held = len(found) - self._first_seen(len(found) * self._page_size)
         return min(num_new, self.most_held(sequence.num_tokens) - num_held)
 
@@ -63,6 +74,8 @@ class PageTables:
 
     def find(self, sequence: Sequence) -> list[int]:
         """Find and share the sequence's first pages, as far as they are computed.
+
+        Where there are states, as far as one is kept.
 
         Pages that its next token does not see are 0 and not shared. A sibling has the prompt's full
         pages even if the prefix cache is off; tokens in the prompt's last, partly
@@ -75,6 +88,9 @@ class PageTables:
             # Positions whose log-probabilities are not known yet must be computed.
             num_full = min(num_full, wanted.num_known // self._page_size)
         pages = self._prefixes.take(self._keys(sequence, num_full))
+        if self._num_state:
+            sequence.state_before = self._prefixes.take_state(pages)
+            return pages
         num_common = min(num_full, sequence.num_prompt // self._page_size)
         if len(pages) < num_common:
             first = self._first_seen(num_common * self._page_size)
@@ -89,8 +105,10 @@ class PageTables:
         self._prefixes.release(pages[:first])
         return [0] * first + pages[first:]
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, sequence: Sequence, pages: list[int]) -> None:
         """Undo `find`."""
+        self._prefixes.release(sequence.state_before)
+        sequence.state_before = []
         self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
 
     def start(self, sequence: Sequence, pages: list[int]) -> None:
@@ -98,9 +116,32 @@ class PageTables:
         sequence.page_table = array("i", pages)
         sequence.num_computed = len(pages) * self._page_size
         sequence.num_dropped = self._first_seen(sequence.num_computed)
+        if self._num_state:
+            self._start_state(sequence)
         if sequence.num_cached is None:  # else it returns, and finds pages of its own
             for sibling in sequence.siblings:
                 sibling.num_cached = sequence.num_computed
+
+    def _start_state(self, sequence: Sequence) -> None:
+        """Take room for the sequence's own state.
+
+        Its steps will end where a state is worth keeping: at the last full pages of its prompt, and
+        where it leaves a prefix that is known but has no state.
+        """
+        sequence.state = self._pool.take(self._num_state, PageUse.KV)
+        if self._prefixes.is_enabled:
+            num_full = (sequence.num_tokens - 1) // self._page_size
+            known = self._prefixes.count_known(self._keys(sequence, num_full))
+            ends = (sequence.num_prompt - i for i in range(2))
+            sequence.borders = {
+                n * self._page_size for n in (known, *(e // self._page_size for e in ends))
+            }
+
+    def cut(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of its next `num_tokens` tokens come before or at the next border."""
+        first = sequence.num_computed
+        ends = [end - first for end in sequence.borders if first < end < first + num_tokens]
+        return min(ends, default=num_tokens)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the pages that its next `num_tokens` tokens need."""
@@ -111,6 +152,8 @@ class PageTables:
     def clear(self, sequence: Sequence) -> None:
         """Release the pages of a sequence that runs no longer."""
         self._prefixes.release(sequence.pages)
+        self._prefixes.release(sequence.state_pages)
+        sequence.state = sequence.state_before = []
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
         self._num_drafts.pop(sequence, None)
@@ -135,6 +178,27 @@ class PageTables:
                 self._prefixes.add(keys[index], sequence.page_table[index])
         if self._window is not None:
             self._drop(sequence, num_sure)
+        if self._num_state:
+            self._commit_state(sequence)
+
+    def _commit_state(self, sequence: Sequence) -> None:
+        """Note that the state was written; at a border, let the prefix cache keep it if it can.
+
+        Then the sequence's next step reads it there, and writes to pages of its own. So no state is
+        copied.
+        """
+        if sequence.state_before is not sequence.state:
+            self._prefixes.release(sequence.state_before)
+            sequence.state_before = sequence.state
+        if sequence.num_computed not in sequence.borders or not sequence.num_computed:
+            return
+        num_pages = sequence.num_computed // self._page_size
+        key, page = self._keys(sequence, num_pages)[-1], sequence.page_table[num_pages - 1]
+        self._prefixes.evict(self._num_state)
+        if not self._pool.can_take(self._num_state):
+            return
+        if self._prefixes.keep_state(key, page, sequence.state):
+            sequence.state = self._pool.take(self._num_state, PageUse.KV)
 
     def _keep_unsure(self, row: Row, first: int) -> tuple[int, int]:
         """Keep in mind which pages are not offered yet. -> the first to be, and the sure tokens."""

@@ -71,14 +71,15 @@ class Scheduler:
         limits: SchedulerLimits,
         let_pinned_go: Callable[[], bool],
         window: int | None = None,
+        num_state: int = 0,
     ) -> None:
-        """Make a scheduler without sequences; for `window` see `PageTables`.
+        """Make a scheduler without sequences; for `window` and `num_state` see `PageTables`.
 
         let_pinned_go  makes what is pinned idle for a request that has no room beside it; returns
                        whether that may give room
         """
         self._pool, self._adapters, self._page_size = pool, adapters, page_size
-        self.tables = PageTables(pool, prefixes, page_size, window)
+        self.tables = PageTables(pool, prefixes, page_size, window, num_state)
         self._limits, self._let_pinned_go = limits, let_pinned_go
         # Every running sequence must find room for its decode token in the step.
         self.max_running = min(limits.max_running, limits.max_step_tokens)
@@ -162,7 +163,7 @@ class Scheduler:
         if sequence.is_running:
             return sequence.num_uncomputed
         pages = self.tables.find(sequence)
-        self.tables.give_back(pages)
+        self.tables.give_back(sequence, pages)
         return sequence.num_tokens - len(pages) * self._page_size
 
     def check_integrity(self) -> None:
@@ -200,7 +201,7 @@ class Scheduler:
         If pages behind the window are given back, no more than the free pages hold, but at least a
         page's: each chunk makes room for the next one.
         """
-        num_tokens = min(sequence.num_uncomputed, step.budget)
+        num_tokens = self.tables.cut(sequence, min(sequence.num_uncomputed, step.budget))
         if self.tables.gives_back:
             while num_tokens > self._page_size and not self._is_free(
                 self.tables.count_missing(sequence, num_tokens), sequence
@@ -377,7 +378,7 @@ class Scheduler:
             if not self._preempt_for(step, sequence):
                 if not self.running and self._is_free_at_last(num_new, sequence):
                     break
-                self.tables.give_back(pages)
+                self.tables.give_back(sequence, pages)
                 if not self.running and self._is_all_there_is():
                     step.failed.append((sequence, _too_small(self._pool, num_new)))
                 return False

@@ -22,8 +22,8 @@ def draw_initial(layout: AdapterLayout, config: ModelConfig, seed: int) -> torch
     """
     generator = torch.Generator().manual_seed(seed)
     span = torch.zeros(layout.size)
-    for (_, projection), (a, b) in layout.factors.items():
-        in_width, out_width = config.projection_widths[projection]
+    for (layer, projection), (a, b) in layout.factors.items():
+        in_width, out_width = config.widths(layer)[projection]
         drawn = span[a.offset : a.offset + a.size].view(a.rows, in_width)
         _kaiming(drawn, generator)
         _kaiming(torch.empty(out_width, b.columns), generator)

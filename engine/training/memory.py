@@ -22,6 +22,8 @@ from kernels.training.pools import RANK_BLOCK
 _LOGIT_COPIES_FP32 = 2
 # Share of the memory that is left for uncounted uses: the allocator's gaps, short-lived products.
 _RESERVE = 0.1
+# Numbers that a head of a gated delta net keeps of a token in tables of its chunk.
+_DELTA_TABLES = 4 * 64
 # The pools' smallest share of the memory that stays free if every layer is computed again.
 _LEAST_POOL_SHARE = 0.5
 
@@ -50,11 +52,14 @@ def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the further bytes of a token in a layer that is not computed again."""
-    heads, rotated = config.q_size, config.q_size + config.kv_size
-    kept = rotated + config.kv_size + heads + 2 * config.intermediate_size
-    return (
-        dtype.itemsize * (kept + (config.plan.qk_norm is not None) * rotated) + 4 * config.num_heads
-    )
+    heads, rotated, plan = config.q_size, config.q_size + config.kv_size, config.plan
+    kept = rotated + config.kv_size + heads + (plan.qk_norm is not None) * rotated
+    kept += 2 * heads * plan.is_gated
+    mixer = dtype.itemsize * kept + 4 * config.num_heads
+    if plan.delta is not None:  # its graph: each stage in float32, and a chunk's tables
+        mixed, values = plan.delta.widths[:2]
+        mixer = max(mixer, 4 * (6 * mixed + 6 * values + _DELTA_TABLES * plan.delta.num_values))
+    return mixer + dtype.itemsize * 2 * config.intermediate_size
 
 
 def dense_bytes(layers: Sequence[LayerWeights], dtype: torch.dtype) -> int:

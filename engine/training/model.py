@@ -12,14 +12,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.rope import LayerRopes
 from engine.model.weights import LayerWeights, Weights
 from engine.training.packer import MicroBatch
 from kernels.training import (
+    DeltaHeads,
+    GatedHeads,
     Heads,
     LoraSite,
     LoraWeight,
+    Mixer,
     Norm,
     Pools,
     answer_loss,
@@ -47,6 +51,11 @@ class TrainingModel:
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         device = weights.embedding.device
+        if config.plan.delta is not None and device.type != "cpu":
+            raise UnsupportedModel(
+                "adapters over gated delta nets are trained on a CPU alone: use one",
+                param="device",
+            )
         self._rope = LayerRopes(
             config.head_dim, config.plan.rotations, config.max_positions, device
         )
@@ -145,7 +154,7 @@ class TrainingModel:
             self._norm(layer.attention_norm),
             LoraWeight(layer.qkv, layer.qkv_bias, qkv),
             LoraWeight(layer.o, layer.o_bias, o),
-            self._heads(index, layer),
+            self._mixer(index, layer),
             pools,
             segments,
             batch.rows,
@@ -164,6 +173,13 @@ class TrainingModel:
             is_gelu=plan.is_gelu,
         )
         return attended + both - hidden if plan.is_parallel else both
+
+    def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
+        plan = self.config.plan
+        if layer.delta is not None and plan.delta is not None:
+            return DeltaHeads(plan.delta, layer.delta, plan.eps)
+        heads = self._heads(index, layer)
+        return GatedHeads(heads) if plan.is_gated else heads
 
     def _heads(self, index: int, layer: LayerWeights) -> Heads:
         config, rope, growth = self.config, self._rope.layers[index], self.config.plan.growth

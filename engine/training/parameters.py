@@ -15,21 +15,14 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
-from engine.training.run import LINEARS, RunSettings
-from kernels.lora.table import Projection
+from engine.training.run import RunSettings
+from kernels.lora.table import FUSED, Projection
 from kernels.training import SPAN, Placement, Pools
 
 # Elements that are copied between host and device at a time, where somebody else has to have turns.
 _PIECE = 1 << 23
 # Elements that every A and every B begins at a multiple of, for the kernels' wide loads.
 _ALIGNMENT = 8
-#: The base's matrices of a layer, and the linears that lie in each side by side.
-FUSED = (
-    (Projection.Q, Projection.K, Projection.V),
-    (Projection.O,),
-    (Projection.GATE, Projection.UP),
-    (Projection.DOWN,),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +117,35 @@ class AdapterLayout:
     def __init__(self, config: ModelConfig, settings: RunSettings) -> None:
         self._settings = settings
         self.factors: dict[tuple[int, Projection], tuple[Factor, Factor]] = {}
-        trained = [p for p in Projection if LINEARS[p] in settings.target_modules]
+        self._paths: dict[tuple[int, Projection], str] = {}
         end = self.num_values = 0
         for layer in range(config.num_layers):
-            for projection in trained:
-                in_width, out_width = config.projection_widths[projection]
+            for linear, place in config.linears(layer).items():
+                if linear.rpartition(".")[2] not in settings.target_modules:
+                    continue
+                projection = Projection(place)
+                in_width, out_width = config.widths(layer)[projection]
                 a = Factor(end, settings.rank, in_width)
                 b = Factor(_aligned(a.offset + a.size), out_width, settings.rank)
                 end = _aligned(b.offset + b.size)
                 self.factors[layer, projection] = (a, b)
+                self._paths[layer, projection] = f"model.layers.{layer}.{linear}"
                 self.num_values += a.size + b.size
         self.size = -(-end // SPAN) * SPAN
+
+    def check_targets(self, config: ModelConfig) -> None:
+        """Raise RunRefused for a target that no layer has."""
+        layers = range(config.num_layers)
+        names = {linear.rpartition(".")[2] for i in layers for linear in config.linears(i)}
+        for name in self._settings.target_modules:
+            if name not in names:
+                raise RunRefused(f"no layer of the base has {name}", param="target_modules")
 
     def tensors(self, pool: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
         """Return A and B of every module by PEFT's names, as views of a pool's span at `first`."""
         found = {}
-        for (layer, projection), factors in self.factors.items():
-            path = module_path(layer, projection)
+        for place, factors in self.factors.items():
+            path = self._paths[place]
             for name, factor in zip("AB", factors, strict=True):
                 start = first + factor.offset
                 view = pool[start : start + factor.size].view(factor.rows, factor.columns)
@@ -178,10 +183,10 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def module_path(layer: int, projection: Projection) -> str:
-    """Return the dotted path of a linear in Hugging Face's model."""
-    block = "self_attn" if projection < Projection.GATE else "mlp"
-    return f"model.layers.{layer}.{block}.{LINEARS[projection]}"
+def fused_of(config: ModelConfig, layer: int) -> list[tuple[Projection, ...]]:
+    """Return the projections that lie side by side in each of a layer's matrices."""
+    widths = config.widths(layer)
+    return [tuple(p for p in group if widths[p][1]) for group in FUSED.values()]
 
 
 def make_pools(

@@ -18,11 +18,13 @@ from contract.training.job import RANGES
 from engine.model.config import ModelConfig
 from engine.training.errors import RunRefused
 
-#: The linears that an adapter may change, in the order of `kernels.Projection` and of PEFT.
+#: Linears that an adapter may change.
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
+#: Those of a gated delta net.
+DELTA_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -128,8 +130,9 @@ class Unsupported:
 
 def unsupported(settings: RunSettings) -> Unsupported | None:
     """Return the first setting that the trainer does not support; None: it supports all."""
-    unknown = [name for name in settings.target_modules if name not in LINEARS]
-    targets = f"{unknown[0]!r} is not one of {', '.join(sorted(LINEARS))}" if unknown else ""
+    known = sorted((*LINEARS, *DELTA_LINEARS))
+    unknown = [name for name in settings.target_modules if name not in known]
+    targets = f"{unknown[0]!r} is not one of {', '.join(known)}" if unknown else ""
     checks = {
         "use_dora": (settings.use_dora, "DoRA needs the norm of the merged weight at each step"),
         "lora_bias": (settings.lora_bias, "the batch trains A and B alone"),

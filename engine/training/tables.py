@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from engine.model.config import ModelConfig
-from engine.training.parameters import FUSED, AdapterLayout, Span
+from engine.training.parameters import AdapterLayout, Span, fused_of
+from kernels.lora.table import Projection
 from kernels.training import LoraSite
 from kernels.training.pools import RANK_BLOCK
 from kernels.training.uploads import upload
@@ -47,11 +48,12 @@ class SiteTables:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._num_layers, self._device = config.num_layers, device
-        widths = [out for _, out in config.projection_widths]
+        self._device = device
+        groups = [(i, each) for i in range(config.num_layers) for each in fused_of(config, i)]
+        self._groups, self._per_layer = groups, len(groups) // config.num_layers
         self._bounds = [
-            tuple(itertools.accumulate((widths[p] for p in projections), initial=0))
-            for projections in FUSED
+            tuple(itertools.accumulate((config.widths(i)[p][1] for p in projections), initial=0))
+            for i, projections in groups
         ]
         self._run_tables: WeakKeyDictionary[AdapterLayout, _RunTable] = WeakKeyDictionary()
         # The layouts themselves, so that no later one takes the place of one that is gone.
@@ -82,7 +84,7 @@ class SiteTables:
         is_aligned = np.all([table.is_aligned for table in tables], axis=0)
         is_aligned &= bool((firsts % _WIDE == 0).all())
         sites, row = [], 0
-        for number, bounds in enumerate(self._bounds * self._num_layers):
+        for number, bounds in enumerate(self._bounds):
             own = slice(row, row + len(bounds) - 1)
             row = own.stop
             sites.append(
@@ -97,26 +99,28 @@ class SiteTables:
                     aligned=bool(is_aligned[number]),
                 )
             )
-        return [sites[i : i + len(FUSED)] for i in range(0, len(sites), len(FUSED))]
+        count = self._per_layer
+        return [sites[i : i + count] for i in range(0, len(sites), count)]
 
     def _upload(self, table: Array) -> torch.Tensor:
         return upload(torch.from_numpy(np.ascontiguousarray(table)), self._device)
 
     def _run_table(self, layout: AdapterLayout) -> _RunTable:
         if layout not in self._run_tables:
-            self._run_tables[layout] = _run_table(layout, self._num_layers)
+            self._run_tables[layout] = _run_table(layout, self._groups)
         return self._run_tables[layout]
 
 
-def _run_table(layout: AdapterLayout, num_layers: int) -> _RunTable:
+def _run_table(
+    layout: AdapterLayout, groups: list[tuple[int, tuple[Projection, ...]]]
+) -> _RunTable:
     cells = [
         layout.placement(0, layer, projection) or (0, 0, 0, 0.0)
-        for layer in range(num_layers)
-        for projections in FUSED
+        for layer, projections in groups
         for projection in projections
     ]
     a, b, rank, scale = zip(*cells, strict=True)
-    starts = list(itertools.accumulate(map(len, FUSED * num_layers), initial=0))[:-1]
+    starts = list(itertools.accumulate((len(each) for _, each in groups), initial=0))[:-1]
     ranks = np.array(rank, np.int32)
     offsets = np.array([a, b], np.int64)
     is_off = (offsets % _WIDE != 0).any(axis=0)

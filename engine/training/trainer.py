@@ -120,6 +120,7 @@ class BatchTrainer:
         size, are_prompts = request.settings.rows_per_example, request.settings.samples is not None
         request.rows.check(self._model.config, size, are_prompts=are_prompts)
         layout = AdapterLayout(self._model.config, request.settings)
+        layout.check_targets(self._model.config)
         if layout.size > self._spans.capacity:
             problem = f"it has {layout.size} parameters; there is room for {self._spans.capacity}"
             raise RunTooLarge(problem, param="rank")

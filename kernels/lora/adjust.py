@@ -105,7 +105,7 @@ def _adjust_kernel(
         projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
         low = tl.where(index == 0, bound0, tl.where(index == 1, bound1, bound2))
         high = tl.where(index == 0, bound1, tl.where(index == 1, bound2, bound3))
-        first = tl.load(part_start_ptr + adapter) + (layer * 7 + projection) * parts
+        first = tl.load(part_start_ptr + adapter) + (layer * 8 + projection) * parts
         columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < high - low
         gain = tl.zeros((BLOCK,), dtype=tl.float32)

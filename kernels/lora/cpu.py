@@ -54,7 +54,7 @@ class _TableView:
         return tuple(rows.view(num_layers, NUM_PROJECTIONS, tiles).sum(-1).amax(0).tolist())
 
     def matrices(self, adapter: int, num_layers: int) -> list[list[Matrix]]:
-        """Return the adapter's matrices at [layer * 7 + projection]."""
+        """Return the adapter's matrices at [layer * 8 + projection]."""
         found = self._matrices.get(adapter)
         if found is None:
             found = self._matrices[adapter] = self._read(adapter, num_layers)
@@ -311,7 +311,7 @@ class CpuLora:
     """Keeps the stacks of the running adapters.
 
     arena      [P, page_elems] fp32, or its view as E4M3
-    widths     (in, out) of the seven projections
+    widths     (in, out) of the projections
     max_bytes  of all stacks together; other adapters use their tiles in place
     """
 

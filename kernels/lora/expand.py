@@ -53,7 +53,7 @@ def lora_tile(
     """Return a chunk's adapter output for columns of one projection: [BLOCK_T, BLOCK_N] fp32."""
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, 16)
-    entry = first_entry + (layer * 7 + projection) * tiles
+    entry = first_entry + (layer * 8 + projection) * tiles
     product = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for block in range(0, blocks):
         start, has = tile_rows(entry, block * 2 + r // 8, tiles, b_offset_ptr, rows_ptr, width)

@@ -221,7 +221,7 @@ def _expand_decode_kernel(
         before = tl.where(index == 0, 0, tl.where(index == 1, groups0, groups0 + groups1))
         projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
         width, group_start = high - low, (group - before) * GROUP_N
-        entry = first_entry + (layer * 7 + projection) * tiles
+        entry = first_entry + (layer * 8 + projection) * tiles
         num_items, item = tl.maximum((tiles + 1) // 2, 1).to(tl.int32), block.to(tl.int32)
         chunk_h_ptr = h_ptr + (h_row - block * count) * H_STRIDE + index * 16
         h_step = count * H_STRIDE

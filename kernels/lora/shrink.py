@@ -112,7 +112,7 @@ def shrink_few(
         first, index = unit % PARTS * ROWS, unit // PARTS % NUM_P
         projection = tl.where(index == 0, P0, tl.where(index == 1, P1, P2))
         tile = block * 2 + first // 8
-        entry = first_entry + (layer * 7 + projection) * tiles + tile
+        entry = first_entry + (layer * 8 + projection) * tiles + tile
         x_row = x_ptr + first_row * x_stride
         h_row = h_ptr + out_row * (NUM_P * 16) + index * 16 + first + tl.arange(0, ROWS)
         # Two loops: the loop for two tokens computes twice as much with the same loads.
@@ -222,7 +222,7 @@ def _shrink_kernel(
         item = num_few + unit // SPLITS
         split = unit % SPLITS
         tile = block * 2 + (n % 16) // 8
-        entry = first_entry + (layer * 7 + projection) * tiles + tile
+        entry = first_entry + (layer * 8 + projection) * tiles + tile
         has = (n < NUM_P * 16) & (tile < tiles)
         offset = tl.load(a_offset_ptr + entry, mask=has, other=-1)
         has = has & (offset >= 0)

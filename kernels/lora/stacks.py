@@ -194,7 +194,7 @@ class Stack:
         self.b = [piece[layer] for layer in layers for piece in self._pieces[1::2]]
 
     def add(self, key: Hashable, matrices: list[list[Matrix]]) -> None:
-        """Copy an adapter's matrices at [layer * 7 + projection] to a slot; one must be free."""
+        """Copy an adapter's matrices at [layer * 8 + projection] to a slot; one must be free."""
         slot = self._slots[key] = len(self.keys)
         self.keys.append(key)
         for layer in range(self._num_layers):

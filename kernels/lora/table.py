@@ -21,7 +21,11 @@ TILE_ROWS = 8
 
 
 class Projection(IntEnum):
-    """The seven linear maps of a layer that an adapter may change, in the table's order."""
+    """The linear maps of a layer that an adapter may change, in the table's order.
+
+    A gated delta net has q, k and v in the place of Q, its gate in K's, its rates in V's, and its
+    decays in the last, which no other layer has.
+    """
 
     Q = 0
     K = 1
@@ -30,9 +34,17 @@ class Projection(IntEnum):
     GATE = 4
     UP = 5
     DOWN = 6
+    DECAY = 7
 
 
 NUM_PROJECTIONS = len(Projection)
+#: A layer's matrices, and the projections that lie in each side by side.
+FUSED = {
+    "qkv": (Projection.Q, Projection.K, Projection.V, Projection.DECAY),
+    "o": (Projection.O,),
+    "gate_up": (Projection.GATE, Projection.UP),
+    "down": (Projection.DOWN,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class LoraTable:
     """The location of every virtual adapter's tiles.
 
     The entry of (virtual adapter v, layer l, projection p, tile t) is
-    `entry_start[v] + (l * 7 + p) * num_tiles[v] + t`. All tensors are on the arena's device.
+    `entry_start[v] + (l * 8 + p) * num_tiles[v] + t`. All tensors are on the arena's device.
 
     entry_start  [A] int64
     num_tiles    [A] int32   tiles of the adapter's largest projection
@@ -64,7 +76,7 @@ class AdjustTable:
 
     A part of virtual adapter v adds weight * (gain * (W x + b) + shift) to W x + b: gain is DoRA's
     factor minus one, shift a bias. The entry of (v, layer l, projection p, part i) is
-    `part_start[v] + (l * 7 + p) * num_parts[v] + i`. All tensors are on the arena's device.
+    `part_start[v] + (l * 8 + p) * num_parts[v] + i`. All tensors are on the arena's device.
 
     part_start    [A] int64
     num_parts     [A] int32  0: the adapter has no such vectors

@@ -11,18 +11,22 @@ from kernels.training.adamw import RunStep, adamw
 from kernels.training.attention import attention
 from kernels.training.cross_entropy import answer_loss
 from kernels.training.lora import lora_linear
+from kernels.training.mixers import DeltaHeads, GatedHeads
 from kernels.training.norms import Norm, rms_norm
 from kernels.training.pools import SPAN, LoraSite, Placement, Pools, make_sites
 from kernels.training.rope import rope
 from kernels.training.segments import Rows, Segments, make_rows, make_segments
 from kernels.training.silu import SiluMul, silu_mul
-from kernels.training.sublayers import Heads, LoraWeight, attention_sublayer, mlp_sublayer
+from kernels.training.sublayers import Heads, LoraWeight, Mixer, attention_sublayer, mlp_sublayer
 
 __all__ = [
     "SPAN",
+    "DeltaHeads",
+    "GatedHeads",
     "Heads",
     "LoraSite",
     "LoraWeight",
+    "Mixer",
     "Norm",
     "Placement",
     "Pools",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -142,6 +142,22 @@ class Heads:
         return d_qkv
 
 
+class Mixer(Protocol):
+    """Mixes the tokens of a row: attention (`Heads`), or something in its place."""
+
+    def attend(self, packed: torch.Tensor, rows: Rows) -> Any:
+        """Mix packed [T, in], as projected.
+
+        -> what the backward pass needs, with the output `out` [T, heads * width]; it may have a
+        dimension of heads
+        """
+
+    def backward(
+        self, packed: torch.Tensor, mixed: Any, dy: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """Return the gradient of `packed`, from that of the output [T, heads * width]."""
+
+
 class _AttentionSublayer(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -150,7 +166,7 @@ class _AttentionSublayer(torch.autograd.Function):
         norm: Norm,
         qkv: LoraWeight,
         out: LoraWeight,
-        heads: Heads,
+        heads: Mixer,
         pools: Pools,
         segments: Segments,
         rows: Rows,
@@ -200,7 +216,7 @@ def attention_sublayer(
     norm: Norm,
     qkv: LoraWeight,
     out: LoraWeight,
-    heads: Heads,
+    heads: Mixer,
     pools: Pools,
     segments: Segments,
     rows: Rows,

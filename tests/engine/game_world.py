@@ -76,12 +76,14 @@ class World:
 
     adapters  one of KINDS -> its PEFT folder
     lengths   of prompts, each as likely as the others
+    more_pages  of every game's arena, for states
     """
 
     name: str
     model_dir: Path
     adapters: dict[str, Path]
     lengths: tuple[int, ...] = (*SHORT, *SHORT, 511)
+    more_pages: int = 0
 
     @cached_property
     def page_bytes(self) -> int:
@@ -199,7 +201,7 @@ def draw_config(chance: random.Random, world: World) -> EngineConfig:
         limits["min_adapter_bytes"] = page * chance.choice([1, 2])
     return EngineConfig(
         model_dir=world.model_dir,
-        arena_bytes=page * chance.choice([6, 8, 10, 12, 16, 24, 40]),
+        arena_bytes=page * (chance.choice([6, 8, 10, 12, 16, 24, 40]) + world.more_pages),
         host_cache_bytes=chance.choice([0, page, 2 * page, 3 * page, 8 * page, 1 << 24]),
         max_running=chance.choice([1, 2, 3, 8]),
         max_step_tokens=chance.choice([4, 8, 32, 200]),

@@ -98,10 +98,12 @@ class Game:
         self.now, self.num_steps = 1000.0, 0
         self.threads = Threads(self.chance)
         drafts = random.Random(-seed - 7).random() < 0.5  # of its own: the moves stay the same
+        has_states = self.world.more_pages > 0  # which are never taken back
+        drafts &= not has_states
         self._config = replace(draw_config(self.chance, self.world), speculation=drafts)
         self.engine = Engine(self._config, clock=lambda: self.now)
         self.engine._grammars._compiler._threads = self.threads  # type: ignore[assignment]
-        self._reads_ahead = self.chance.random() < 0.5
+        self._reads_ahead = self.chance.random() < 0.5 and not has_states
         if self._reads_ahead:
             AheadRunner(self.engine)
         self.folder = folder

@@ -85,6 +85,24 @@ def test_games_in_which_adapters_are_pinned(worlds: list[World], tmp_path: Path)
     play_all(range(2), worlds, tmp_path, pins_adapters=True)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
+    made = save_world(tmp_path_factory.mktemp("hybrid"), "qwen3_5", more_pages=6)
+    yield [made]
+    made.alone.close()
+
+
+def test_games_with_states(hybrid: list[World], tmp_path: Path) -> None:
+    play_all((0, 105), hybrid, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_many_games_with_states(hybrid: list[World], tmp_path: Path) -> None:
+    first = random.SystemRandom().randrange(1 << 32)
+    play_all(list(chosen_seeds()) or range(first, first + NUM_GAMES), hybrid, tmp_path, LIMIT_S / 2)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("pins_adapters", [False, True])

@@ -15,7 +15,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
 
-WIDTHS = (64, 32, 32, 64, 1500, 1500, 40)
+WIDTHS = (64, 32, 32, 64, 1500, 1500, 40, 16)
 LAYERS = 2
 # Parts of each virtual adapter: (has gains, has shifts, weight)
 ADAPTERS = (

@@ -12,7 +12,7 @@ from kernels import NUM_PROJECTIONS, LoraBatch, LoraTable
 from kernels.lora.apply import lora_expand, lora_shrink
 from kernels.lora.cpu import CpuLora
 
-WIDTHS = ((24, 32), (24, 16), (24, 16), (32, 24), (24, 40), (24, 40), (40, 24))
+WIDTHS = ((24, 32), (24, 16), (24, 16), (32, 24), (24, 40), (24, 40), (40, 24), (0, 0))
 SITES = ((0, 1, 2), (3,), (4, 5), (6,))
 NUM_LAYERS = 2
 
@@ -79,6 +79,7 @@ def test_equals_the_kernels_references(seed: int, max_bytes: int) -> None:
     arena = torch.randn(60, 2048)
     cursor = [0]
     shapes = [[4] * 7, [4] * 7, [8, 0, 8, 0, 0, 0, 0], [19, 3, 3, 1, 2, 9, 11], [4] * 7]
+    shapes = [[*ranks, 0] for ranks in shapes]
     adapters = [make_adapter(choose, arena, cursor, ranks) for ranks in shapes]
     cpu = CpuLora(arena=arena, widths=WIDTHS, num_layers=NUM_LAYERS, max_bytes=max_bytes)
     for _ in range(6):

@@ -21,6 +21,7 @@ from engine.model.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     seed_oss,
     smollm3,
 )
@@ -44,4 +45,5 @@ PLANS: dict[str, Callable[[Fields], Plan]] = {
     "glm4": glm4.read_plan,
     "olmo3": olmo3.read_plan,
     "cohere2": cohere2.read_plan,
+    "qwen3_5_text": qwen3_5.read_plan,
 }

@@ -41,7 +41,8 @@ NARROW: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "target_modules": ["k_proj", "v_proj", "down_proj"],
     },
-    "bias": {"r": 2, "lora_bias": True, "target_modules": LINEARS},
+    # Not "bias": with this name PEFT mistakes the parts of a tensor's name.
+    "biased": {"r": 2, "lora_bias": True, "target_modules": LINEARS},
     "tokens": {
         "r": 4,
         "target_modules": ["q_proj", "v_proj"],
@@ -98,7 +99,7 @@ WIDE: dict[str, dict[str, Any]] = {
 FORMATS = {**NARROW, **WIDE}
 NARROW_BLENDS: dict[str, dict[str, float]] = {
     "half a dora": {"dora": 0.5},
-    "doras and plain": {"dora": 0.6, "dora-kv": -0.4, "plain": 0.7, "bias": 1.5},
+    "doras and plain": {"dora": 0.6, "dora-kv": -0.4, "plain": 0.7, "biased": 1.5},
     "blended tokens": {"tokens": 0.5, "tokens-apart": -0.3, "tokens-head": 1.2, "plain": 0.4},
 }
 WIDE_BLENDS: dict[str, dict[str, float]] = {

@@ -21,7 +21,7 @@ from engine.adapters.tiles import fill_tiles, place_tiles
 from engine.model.config import ModelConfig
 from engine.model.plan import Plan
 from engine.model.rope import Rotation
-from kernels import PageLayout
+from kernels import NUM_PROJECTIONS, PageLayout
 from kernels.fp8 import FP8
 from tests.engine.conftest import MakeEngine, edit_config, prompt, request, run
 
@@ -319,7 +319,7 @@ def test_tiles_hold_exactly_the_tensors(rank: int) -> None:
     assert int(packed.isfinite().sum()) == num_values
     assert packed.numel() <= 1.05 * num_values + 2 * LAYOUT.page_elems
     for target in plan.targets:
-        at = target.layer * 7 + target.projection
+        at = target.layer * NUM_PROJECTIONS + target.projection
         for offsets, wanted in (
             (tiles.a_offset[at], content[target.a_name]),
             (tiles.b_offset[at], content[target.b_name].T),
@@ -349,7 +349,7 @@ def test_tiles_in_fp8_take_a_quarter_of_fp32(rank: int) -> None:
     fill_tiles(packed, plan, tiles, content.__getitem__, NO_BASE)
     numbers = packed.view(FP8).view(-1)
     for target in plan.targets:
-        at = target.layer * 7 + target.projection
+        at = target.layer * NUM_PROJECTIONS + target.projection
         product = 1.0
         for offsets, wanted in (
             (tiles.a_offset[at], content[target.a_name]),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.adapters.pages import SUB_PAGES, AdapterPages, Place
-from engine.adapters.plan import PROJECTION_NAMES, AdapterPlan, Site, plan_adapter
+from engine.adapters.plan import EMBEDDING, PROJECTION_NAMES, AdapterPlan, plan_adapter, sites_of
 from engine.adapters.tiles import TileMap, place_tiles
 from engine.memory.page_pool import PagePool, PageUse
 from engine.model.config import ModelConfig
@@ -51,21 +51,19 @@ def adapter(
 ) -> tuple[AdapterPlan, int]:
     """The plan of an adapter of such modules, and how many values its tensors have."""
     shapes: dict[str, tuple[int, ...]] = {}
-    sites = [Site(-1, 7), Site(model.num_layers, 8)]
-    sites += [Site(layer, p) for layer in range(model.num_layers) for p in range(7)]
-    for site in sites:
-        if site.module.split(".")[-1] not in names:
+    for module, site in sites_of(model).items():
+        if module.split(".")[-1] not in names:
             continue
         in_width, out_width = site.widths(model)
         a, b = (
             ("lora_embedding_A", "lora_embedding_B")
-            if site.projection == 7
+            if site.projection == EMBEDDING
             else ("lora_A.weight", "lora_B.weight")
         )
-        shapes[f"base_model.model.{site.module}.{a}"] = (rank, in_width)
-        shapes[f"base_model.model.{site.module}.{b}"] = (out_width, rank)
+        shapes[f"base_model.model.{module}.{a}"] = (rank, in_width)
+        shapes[f"base_model.model.{module}.{b}"] = (out_width, rank)
         if config.get("use_dora"):
-            shapes[f"base_model.model.{site.module}.lora_magnitude_vector"] = (out_width,)
+            shapes[f"base_model.model.{module}.lora_magnitude_vector"] = (out_width,)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, **config}
     num_values = sum(math.prod(shape) for shape in shapes.values())
     return plan_adapter(fields, shapes, model), num_values
@@ -158,7 +156,7 @@ def test_what_lies_in_sub_pages_is_found_there(rank: int) -> None:
     assert num_in_tail
     widths = SMOLLM2.projection_widths
     for entry, rows in enumerate(tiles.rows):
-        in_width, out_width = widths[entry % 7]
+        in_width, out_width = widths[entry % 8]
         for offsets, width in ((tiles.a_offset, in_width), (tiles.b_offset, out_width)):
             for offset, count in zip(offsets[entry].tolist(), rows.tolist(), strict=True):
                 if offset // layout.page_elems == tiles.num_pages - 1:

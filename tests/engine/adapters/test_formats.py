@@ -29,7 +29,7 @@ from tests.engine.adapters.formats import (
 from tests.engine.adapters.formats import make_engine as make
 from tests.engine.adapters.test_extras import edited
 from tests.engine.conftest import prompt, request, run
-from tests.engine.model.families import FAMILIES, FUSED, save_family
+from tests.engine.model.families import FAMILIES, FUSED, ON_A_GPU, save_family
 
 MakeOracle = Callable[[str], FormatOracle]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -73,7 +73,7 @@ ON_A_GPU = (
         *zip(CHOSEN, (ALL, BY_GRAPHS, BY_GRAPHS, ALL), strict=True),
     ]
     if IS_INTERPRETED
-    else [(family, names) for family in UNFUSED for names in (BY_GRAPHS, ALL)]
+    else [(family, names) for family in UNFUSED if family in ON_A_GPU for names in (BY_GRAPHS, ALL)]
 )
 #: Graphs and windows; launch by launch, norms and biases. `test_new_tokens_take_graphs` has a tied
 #: head; all formats over biases have `test_every_format_is_scored`.
@@ -122,7 +122,7 @@ def test_new_tokens_take_graphs(make_oracle: MakeOracle, monkeypatch: pytest.Mon
         max_step_tokens=32,
     )
     monkeypatch.setattr(GpuRunner, "_gpu_batch", None)  # what goes launch by launch
-    for names in (["tokens", "dora"], ["dora"], ["tokens-head", "tokens-apart"], ["bias"]):
+    for names in (["tokens", "dora"], ["dora"], ["tokens-head", "tokens-apart"], ["biased"]):
         check(engine, oracle, names, lengths=[2], num_tokens=2)
     engine.close()
 

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from tests.engine.model.families import FAMILIES
+from tests.engine.model.families import ON_A_GPU
 from tests.engine.model.test_families import MakeOracle, check, make_engine, make_oracle
 
 __all__ = ["make_oracle"]
@@ -24,11 +24,11 @@ CASES = [(None, 45), ("all", 15), ("kv", 20)]
 # The interpreter is slow: two models that have most between them; the others are long.
 QUICK = ("qwen3-yarn", "gemma3")
 CHOSEN = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ON_A_GPU
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES if DEVICE == "cuda" else CHOSEN)
+@pytest.mark.parametrize("name", ON_A_GPU if DEVICE == "cuda" else CHOSEN)
 def test_mixed_batch_equals_hugging_face(make_oracle: MakeOracle, name: str) -> None:
     oracle = make_oracle(name)
     engine = make_engine(

@@ -136,20 +136,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("cohere2", {"sliding_window": 11, "layer_types": MIXED, "logit_scale": 0.5}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": THETA,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
 }
+#: Those that a GPU serves, too.
+ON_A_GPU = [name for name, (model_type, _) in FAMILIES.items() if model_type != "qwen3_5_text"]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
     "mistral3": ("mistral", {"image_token_index": 250}),
+    "qwen3_5": ("qwen3_5", {"image_token_id": 250, "video_token_id": 251}),
 }
+_VISION_TYPES = {
+    "gemma3": "siglip_vision_model", "mistral3": "pixtral", "qwen3_5": "qwen3_5_vision",
+}  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 16, "patch_size": 4,
+    "image_size": 16, "patch_size": 4, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
 }  # fmt: skip
 #: Families whose modules have these names in the place of Llama's.
 FUSED = {
     "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     "glm4": {"gate_up_proj": ("gate_proj", "up_proj")},
+}
+#: Further modules of a family, which take adapters where these of Llama's do.
+BESIDE = {
+    "qwen3_5_text": {
+        "k_proj": ("in_proj_qkv", "in_proj_a"),
+        "o_proj": ("out_proj", "in_proj_z", "in_proj_b"),
+    }
 }
 COMMON = {
     "vocab_size": 257,
@@ -168,16 +202,18 @@ COMMON = {
 
 def targets(base: Path, linears: list[str]) -> list[str]:
     """The modules of a base that are these of Llama's."""
-    fused = FUSED.get(json.loads((base / "config.json").read_text())["model_type"], {})
+    model_type = json.loads((base / "config.json").read_text())["model_type"]
+    fused, beside = FUSED.get(model_type, {}), BESIDE.get(model_type, {})
     names = {part: module for module, parts in fused.items() for part in parts}
-    return list(dict.fromkeys(names.get(linear, linear) for linear in linears))
+    found = (module for linear in linears for module in (linear, *beside.get(linear, ())))
+    return list(dict.fromkeys(names.get(module, module) for module in found))
 
 
 def save_with_images(folder: Path, name: str) -> Path:
     """A model folder of WITH_IMAGES, whose text model is random as in `save_family`."""
     text, fields = WITH_IMAGES[name]
     model_type, own = FAMILIES[text.removesuffix("-images")]
-    vision = {"model_type": "siglip_vision_model" if name == "gemma3" else "pixtral", **VISION}
+    vision = {"model_type": _VISION_TYPES[name], **VISION}
     inner = {**COMMON, "model_type": model_type, **own}
     return _save(folder, name, {**fields, "text_config": inner, "vision_config": vision})
 
@@ -197,7 +233,9 @@ def _save(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
         if parameter.dim() == 1:
             parameter.data = 0.5 + torch.rand_like(parameter)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
+        if parameter_name.endswith("A_log"):  # states last long, so that it shows what they hold
+            parameter.data = -3 * torch.rand_like(parameter)
+        elif parameter_name.endswith("bias"):
             parameter.data = torch.randn_like(parameter) * 0.5
     model.save_pretrained(folder)
     save_tokenizer(folder)

@@ -7,6 +7,7 @@ that Hugging Face finds most likely after all before it.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,9 +270,40 @@ def test_the_text_of_a_model_with_images(tmp_path: Path, name: str) -> None:
     assert share_model(model).config == ModelConfig.from_folder(base)
 
 
+def test_qwens_text_model_may_have_the_names_of_the_one_with_images(
+    make_oracle: MakeOracle, tmp_path: Path
+) -> None:
+    """As transformers reads them; the head that guesses further tokens is not read."""
+    oracle, base, own = make_oracle("qwen3_5"), tmp_path / "base", tmp_path / "own"
+    shutil.copytree(oracle.base, base)
+    shutil.copytree(oracle.adapters["all"], own)
+
+    def rename(file: Path, *more: str) -> None:
+        tensors = load_file(file)
+        named = {
+            k.replace("model.layers", "model.language_model.layers"): t for k, t in tensors.items()
+        }
+        save_file({**named, **{name: torch.ones(3) for name in more}}, file)
+
+    rename(base / "model.safetensors", "mtp.fc.weight", "model.visual.patch_embed.proj.bias")
+    rename(own / "adapter_model.safetensors")
+    assert any(
+        ".language_model.layers.0.linear_attn.in_proj_z." in k
+        for k in load_file(own / "adapter_model.safetensors")
+    )
+    engine = make_engine(oracle, model_dir=base)
+    engine.register_adapter("own", own)
+    for adapter in (None, "own"):
+        tokens = prompt(4, 30)
+        got = run(engine, request("r", tokens, adapter=adapter, max_tokens=6, logprobs=20))["r"]
+        oracle.check(got, tokens, adapter and "all", 6)
+    engine.close()
+
+
 # Where every layer has a window, requests hold less.
 @pytest.mark.parametrize(
-    ("name", "num_pages"), [("mistral", 15), ("qwen2-sliding", 22), ("qwen3-yarn", 22)]
+    ("name", "num_pages"),
+    [("mistral", 15), ("qwen2-sliding", 22), ("qwen3-yarn", 22), ("qwen3_5", 48)],
 )
 def test_preemption(make_oracle: MakeOracle, name: str, num_pages: int) -> None:
     oracle = make_oracle(name)

@@ -22,6 +22,7 @@ from engine.model.families import PLANS
 from engine.model.hf_weights import share_model
 from engine.model.rope import LayerRopes, Rotation
 from engine.model.weights import load_weights
+from kernels.delta import DeltaShape
 from tests.engine.conftest import prompt, request, run
 from tests.engine.model.families import COMMON, FAMILIES, LLAMA3, YARN, YARN_OPTIONS, save_family
 
@@ -221,6 +222,36 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rotations": (Rotation(theta=1e4, share=0.5, is_interleaved=True),) * 40},
     ),
+    "qwen3.5-9b, shortened": (
+        {
+            "model_type": "qwen3_5", "image_token_id": 248056, "tie_word_embeddings": False,
+            "video_token_id": 248057, "vision_end_token_id": 248054,
+            "vision_start_token_id": 248053,
+            "text_config": {
+                "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16",
+                "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256,
+                "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+                "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+                "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
+                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+                "num_attention_heads": 16, "num_hidden_layers": 4, "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-06, "vocab_size": 248320,
+                "rope_parameters": {
+                    "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default",
+                },
+            },
+            "vision_config": {"depth": 27, "model_type": "qwen3_5_vision"},
+        },
+        {
+            "has_images": True, "max_positions": 262144, "delta_layers": (0, 1, 2),
+            "delta": DeltaShape(16, 32, 128, 128, 4), "is_gated": True, "tie_embeddings": False,
+            "rotations": (None, None, None, Rotation(theta=1e7, share=0.25)), "q_rows": 8192,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -382,6 +413,15 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("cohere2", rotary_pct=0.5), "rotary_pct"),
         (config_of("cohere2", head_dim=24), "head_dim"),
         (config_of("cohere2", use_qk_norm=True), "use_qk_norm"),
+        (config_of("qwen3_5", attn_output_gate=False), "attn_output_gate"),
+        (config_of("qwen3_5", layer_types=["full_attention"]), "layer_types"),
+        (config_of("qwen3_5", layer_types=["sliding_attention"] * 3), "layer_types"),
+        (config_of("qwen3_5", layer_types=["linear_attention"] * 3), "layer_types"),
+        (config_of("qwen3_5", layer_types=None, full_attention_interval="2"), "layer_types"),
+        (config_of("qwen3_5", linear_num_value_heads=3), "linear_num_value_heads"),
+        (config_of("qwen3_5", linear_key_head_dim=0), "linear_key_head_dim"),
+        (config_of("qwen3_5", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("qwen3_5", num_experts=8), "num_experts"),
         ({"model_type": "gemma3"}, "text_config"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma2"}}, "text_config"),
         ({"model_type": "gemma3", "text_config": {}, "audio_config": {"a": 1}}, "audio_config"),
@@ -411,6 +451,16 @@ def test_every_other_family_of_transformers_is_refused_by_name() -> None:
 
 def test_uploads_and_the_engine_know_the_same_families() -> None:
     assert set(PLANS) == set(KNOWN)
+
+
+def test_qwen3_5_without_layer_types_has_transformers_own() -> None:
+    fields = {**COMMON, "num_hidden_layers": 6, "full_attention_interval": 3}
+    theirs = AutoConfig.for_model("qwen3_5_text", **fields)
+    own = {**fields, "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6}
+    found = ModelConfig.from_fields(own, None).plan.delta_layers
+    assert found == (0, 1, 3, 4) == BaseShape.from_config(own).delta_layers
+    kinds = enumerate(theirs.layer_types)
+    assert found == tuple(i for i, kind in kinds if kind == "linear_attention")
 
 
 def test_qwen3_without_a_head_dim_has_transformers_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.training.run import RunSettings
-from tests.engine.model.families import save_family
+from tests.engine.model.families import save_family, targets
 from tests.engine.training.scenes import (
     difference,
     eight_runs,
@@ -26,7 +27,7 @@ FLOAT32_BOUND = 2e-5
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 TRAINED = (
     "llama", "qwen2", "qwen3", "qwen2-sliding", "smollm3", "granite", "olmo2", "gemma3", "seed_oss",
-    "ministral3", "exaone4", "olmo3", "cohere2",
+    "ministral3", "exaone4", "olmo3", "cohere2", "qwen3_5",
 )  # fmt: skip
 
 
@@ -46,20 +47,29 @@ def test_eight_runs_together_give_the_adapters_of_each_alone(
         assert difference(alone.adapter, shared.adapter) < bound
 
 
+#: Factors of the bounds. A chunk's sums have another order in transformers; large rates of learning
+#: multiply the difference from step to step.
+LOOSER = {"qwen3_5": 20}
+
+
 @pytest.mark.parametrize("family", TRAINED)
 def test_each_run_is_the_one_that_peft_and_the_trainer_make(family: str, tmp_path: Path) -> None:
-    folder = save_family(tmp_path / family, family)
-    together = train(make_trainer(load(folder)), eight_runs())
-    for asked in eight_runs():
+    folder, runs = save_family(tmp_path / family, family), eight_runs()
+    for i, asked in enumerate(runs):
+        names = tuple(targets(folder, list(asked.settings.target_modules)))
+        runs[i] = replace(asked, settings=replace(asked.settings, target_modules=names))
+    together = train(make_trainer(load(folder)), runs)
+    for asked in runs:
         peft, ours = peft_train(folder, asked, tmp_path / "out"), together[asked.run_id]
-        assert ours.losses == pytest.approx(peft.losses, abs=FLOAT32_BOUND)
+        factor = LOOSER.get(family, 1)
+        assert ours.losses == pytest.approx(peft.losses, abs=FLOAT32_BOUND * factor)
         rates = [each.learning_rate for each in ours.progress]
         assert rates == pytest.approx(peft.rates, rel=1e-9, abs=0)
         norms = [each.grad_norm for each in ours.progress]
         assert norms == pytest.approx(peft.norms, rel=1e-3)
         # A single value of which the gradient is zero but for rounding may move either way.
         for tensor, wanted in peft.adapter.items():
-            assert float((ours.adapter[tensor] - wanted).abs().mean()) < 1e-6
+            assert float((ours.adapter[tensor] - wanted).abs().mean()) < 1e-6 * factor
 
 
 def test_a_base_with_fused_linears_trains_as_one_with_the_same_weights_apart(

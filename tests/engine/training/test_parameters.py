@@ -14,6 +14,7 @@ from engine.training.errors import RunRefused
 from engine.training.initial import draw_initial
 from engine.training.parameters import AdapterLayout, Span, SpanAllocator
 from engine.training.run import LINEARS, RunSettings
+from kernels.lora.table import Projection
 from kernels.training import SPAN
 from tests.engine.model.families import save_family
 from tests.engine.training.scenes import peft_model
@@ -87,7 +88,14 @@ def test_a_starting_adapter_has_to_fit(tiny: Path) -> None:
         assert caught.value.param == "adapter"
 
 
-def test_the_linears_are_in_the_order_of_the_kernels() -> None:
-    from kernels.lora.table import Projection
+def test_the_linears_have_the_kernels_places(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(save_family(tmp_path, "llama"))
+    places = {name.rpartition(".")[2]: Projection(p) for name, p in config.linears(0).items()}
+    assert places == {name: Projection[name.split("_")[0].upper()] for name in LINEARS}
 
-    assert [f"{each.name.lower()}_proj" for each in Projection] == list(LINEARS)
+
+def test_a_target_that_no_layer_has_is_refused(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(save_family(tmp_path, "llama"))
+    layout = AdapterLayout(config, RunSettings(target_modules=("q_proj", "in_proj_z")))
+    with pytest.raises(RunRefused, match="in_proj_z"):
+        layout.check_targets(config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.model.config import ModelConfig
-from engine.training.parameters import FUSED, AdapterLayout, Span
+from engine.training.parameters import AdapterLayout, Span, fused_of
 from engine.training.tables import SiteTables
 from kernels.lora.table import Projection
 from kernels.training import SPAN, make_sites
@@ -32,10 +32,10 @@ def test_tables_are_those_of_modules_placed_one_by_one(tiny: Path) -> None:
     for chosen in (runs, runs[3:4], runs[::-1], runs[1::4]):
         bounds, placements = [], []
         for layer in range(config.num_layers):
-            for projections in FUSED:
+            for projections in fused_of(config, layer):
                 ends = [0]
                 for projection in projections:
-                    ends.append(ends[-1] + config.projection_widths[projection][1])
+                    ends.append(ends[-1] + config.widths(layer)[projection][1])
                 bounds.append(ends)
                 placements.append([placed(chosen, layer, one) for one in projections])
         wanted = make_sites(bounds, placements, "cpu")

@@ -20,6 +20,14 @@ FAMILIES = {
     "qwen3": {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "gemma3_text": {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
     "cohere2": {"sliding_window": 6},
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 
 
