@@ -381,7 +381,7 @@ def test_an_original_in_fp8_tiles_is_whole(rank: int) -> None:
     fill_tiles(packed, plan, tiles, content.__getitem__, NO_BASE)
     numbers = packed.view(FP8).view(-1)
     for target in plan.targets:
-        at = target.layer * 7 + target.projection
+        at = target.layer * NUM_PROJECTIONS + target.projection
         a, b = (content[name].bfloat16().double() for name in (target.a_name, target.b_name))
         found = torch.zeros(b.shape[0], a.shape[1], dtype=torch.float64)
         columns = (tiles.a_offset[at], tiles.b_offset[at], tiles.rows[at], tiles.scale[at])
