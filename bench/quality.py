@@ -1,14 +1,16 @@
 """Measure each precision on a real base and a real adapter: the numbers, not the speed.
 
-    python -m bench.quality --base .cache/base/smollm2-135m-instruct [--adapter A] [--device cuda]
+    python -m bench.quality --base .cache/base/smollm2-135m-instruct [--adapters F] [--device cuda]
 
-`python -m worker.base_model --out=.cache/base` makes the base. Without an adapter, one is trained
-as the demo trains acme's, over the base as it is. For each precision: perplexity of the base on the
-demo's training chats, and of the adapter on the answers that were held out; the share of the
-invoices' fields that its answers have right; and the differences that a worker reports at load
-(`engine.execution.precision_check`), of the same chats. `int4` is the base rounded to the nearest
-of 16 steps, a scale for each 32 columns, as compressed-tensors stores it: GPTQ and AWQ lose less.
-Writes bench/results/quality-cpu.json, or quality-DEVICE.json for another device.
+`python -m worker.base_model --out=.cache/base` makes the base. Without a folder of adapters, they
+are trained as the demo trains its tenants', over the base as it is. For each precision: perplexity
+of the base on the demo's training chats, and of acme's adapter on the answers that were held out;
+the share of the invoices' fields that its answers have right; the differences that a worker reports
+at load (`engine.execution.precision_check`), of the same chats and of its own texts; and of the
+inspector's prompts, with and without an adapter, by how many nats a token is less likely than as
+stored, and by how many it changes. `int4` is the base rounded to the nearest of 16 steps, a scale
+for each 32 columns, as compressed-tensors stores it: GPTQ and AWQ lose less. Writes
+bench/results/quality-cpu.json, or quality-DEVICE.json for another device.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from engine.model.weights import load_weights
 from engine.request import SamplingParams
 from engine.text.codec import TextCodec
 from kernels.int4 import pack_int4
+from worker.engine_process.precision import precision_prompts
+from worker.inspection.reference import probe_prompts
 
 DATA = Path(__file__).parent.parent / "demo" / "data"
 RESULTS = Path(__file__).parent / "results"
@@ -47,8 +51,13 @@ PRECISIONS: dict[str, tuple[bool, dict[str, str]]] = {
     "as stored": (False, {}),
     "fp8": (False, {"base_precision": "fp8"}),
     "int4": (True, {}),
-    "fp8 kv": (False, {"kv_precision": "fp8"}),
+    "fp8 adapters": (False, {"adapter_precision": "fp8"}),
+    "fp8, fp8 kv": (False, {"base_precision": "fp8", "kv_precision": "fp8"}),
+    "all in fp8": (
+        False, {"base_precision": "fp8", "kv_precision": "fp8", "adapter_precision": "fp8"},
+    ),
 }  # fmt: skip
+TENANTS = ("acme", "globex")
 GROUP = 32
 _KINDS = ("attention", "mlp", "kv")
 #: Chats of each tenant of the demo whose perplexity is computed.
@@ -90,17 +99,18 @@ def save_int4(base: Path, folder: Path) -> None:
 
 
 def train(base: Path, folder: Path) -> Path:
-    """Train acme's adapter as the demo does, over the base as it is stored."""
-    job = {
-        "base_model_dir": str(base),
-        "dataset": str(DATA / "acme.jsonl"),
-        "output_dir": str(folder / "acme"),
-        "hyperparameters": HYPERPARAMETERS["acme"],
-    }
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    subprocess.run([sys.executable, "-m", "worker.train", str(path)], check=True)
-    return folder / "acme"
+    """Train the demo's adapters as it does, over the base as it is stored; return their folder."""
+    for tenant in TENANTS:
+        job = {
+            "base_model_dir": str(base),
+            "dataset": str(DATA / f"{tenant}.jsonl"),
+            "output_dir": str(folder / tenant),
+            "hyperparameters": HYPERPARAMETERS[tenant],
+        }
+        path = folder / "job.json"
+        path.write_text(json.dumps(job))
+        subprocess.run([sys.executable, "-m", "worker.train", str(path)], check=True)
+    return folder
 
 
 class Texts:
@@ -109,15 +119,19 @@ class Texts:
     chats    whole
     prompts  of the held-out invoices, and `expected` of each
     answers  (tokens before it, all tokens) of the same with their answers
+    probe    the inspector's prompts
+    at_load  the texts on which a worker compares its base
     """
 
     def __init__(self, base: Path) -> None:
         self._codec = TextCodec(base)
         self.chats = []
-        for tenant in ("acme", "globex"):
+        for tenant in TENANTS:
             lines = (DATA / f"{tenant}.jsonl").read_text(encoding="utf-8").splitlines()
             chats = [json.loads(line)["messages"] for line in lines[:NUM_CHATS]]
             self.chats += [self._tokens(chat, has_more=False) for chat in chats]
+        self.probe = [(1, ids) for ids in probe_prompts(base, {})]
+        self.at_load = precision_prompts(base)
         rows = heldout("acme")
         self.expected = [row["expected"] for row in rows]
         self.prompts = [self._tokens(row["messages"], has_more=True) for row in rows]
@@ -132,15 +146,16 @@ class Texts:
 
 
 def measure(
-    base: Path, adapter: Path, texts: Texts, settings: dict[str, str], device: str
-) -> dict[str, Any]:
-    """Return the figures of one precision."""
+    base: Path, adapters: Path, texts: Texts, settings: dict[str, str], device: str
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return the figures of one precision, and the probe's log-probabilities by adapter."""
     engine = DashEngine(
         base,
         DashConfig(device=device, max_context=512, kv_pool="512MiB", **settings),  # type: ignore[arg-type]
     )
     try:
-        engine.register_adapter("acme", adapter)
+        for tenant in TENANTS:
+            engine.register_adapter(tenant, adapters / tenant)
         answers = engine.generate(
             texts.prompts,
             "acme",
@@ -153,20 +168,45 @@ def measure(
             for answer, expected in zip(answers, texts.expected, strict=True)
         ]
         whole = [(1, chat) for chat in texts.chats]
-        figures = {
-            "base_perplexity": round(perplexity(engine, whole, None), 3),
-            "answer_perplexity": round(perplexity(engine, texts.answers, "acme"), 4),
+        figures: dict[str, Any] = {
+            "base_perplexity": round(perplexity(logprobs_of(engine, whole, None)), 3),
+            "answer_perplexity": round(perplexity(logprobs_of(engine, texts.answers, "acme")), 4),
             "field_accuracy": round(share(found), 3),
+        }
+        probed = {
+            name or "base": logprobs_of(engine, texts.probe, name) for name in (None, *TENANTS)
         }
     finally:
         engine.close()
-    return figures | {"compared": compare(base, texts, settings, device)}
+    figures["compared"] = compare(base, tuple(map(tuple, texts.chats)), settings, device)
+    figures["at_load"] = compare(base, texts.at_load, settings, device)
+    return figures, probed
 
 
-def perplexity(
+def perplexity(logprobs: list[float]) -> float:
+    """Return the perplexity of tokens with these log-probabilities."""
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def changes(
+    stored: dict[str, list[float]], probed: dict[str, list[float]]
+) -> dict[str, dict[str, float]]:
+    """Return what the doctor says of a probe: nats a token, signed and by how many it changes."""
+    found = {}
+    for name, values in probed.items():
+        lost = [a - b for a, b in zip(stored[name], values, strict=True)]
+        count = len(lost)
+        found[name] = {
+            "nats": round(sum(lost) / count, 5),
+            "change": round(sum(map(abs, lost)) / count, 5),
+        }
+    return found
+
+
+def logprobs_of(
     engine: DashEngine, texts: list[tuple[int, list[int]]], adapter: str | None
-) -> float:
-    """Return the perplexity of the tokens of each text from a place on, counted from 1."""
+) -> list[float]:
+    """Return the log-probability of each text's tokens from a place on, counted from 1."""
     outputs = engine.generate(
         [ids for _, ids in texts],
         adapter,
@@ -180,15 +220,16 @@ def perplexity(
             raise RuntimeError(f"no answer: {output.error}")
         # The first token of a prompt has no log-probability.
         logprobs += [token.logprob for token in output.prompt_logprobs[first - 1 :]]
-    return math.exp(-sum(logprobs) / len(logprobs))
+    return logprobs
 
 
-def compare(base: Path, texts: Texts, settings: dict[str, str], device: str) -> dict[str, Any]:
-    """Return what a worker reports at load, on the chats."""
-    prompts = tuple(map(tuple, texts.chats))
+def compare(
+    base: Path, prompts: tuple[tuple[int, ...], ...], settings: dict[str, str], device: str
+) -> dict[str, Any]:
+    """Return what a worker reports at load, on these prompts."""
     config = EngineConfig(model_dir=base, device=device, precision_prompts=prompts, **settings)  # type: ignore[arg-type]
     model = ModelConfig.from_folder(base)
-    if not settings and model.scheme is None:
+    if model.scheme is None and not settings.keys() & {"base_precision", "kv_precision"}:
         return {}
     dtype = torch.float32 if config.dtype_name == "float32" else torch.bfloat16
     check = PrecisionCheck(config, model, dtype)
@@ -209,6 +250,9 @@ def table(report: dict[str, Any]) -> str:
         kinds = [found.get(kind, {"kl": 0.0})["kl"] for kind in ("all", *_KINDS)]
         kl, *own = (f"{each:g}" if each else "–" for each in kinds)
         agreement = f"{found['all']['agreement']:.1%}" if kinds[0] else "–"
+        at_load = row["at_load"].get("all", {"kl": 0.0})["kl"]
+        probed = [row["probe"][name]["change"] for name in ("base", *TENANTS)]
+        own += [f"{each:.3g}" if each else "–" for each in (at_load, *probed)]
         lines.append(
             f"| {row['precision']} | {row['base_perplexity']:.2f} | {row['answer_perplexity']:.4f} "
             f"| {row['field_accuracy']:.1%} | {kl} | {agreement} | {' | '.join(own)} |"
@@ -220,7 +264,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--adapter", type=Path, help="of the demo's acme; trained if left out")
+    parser.add_argument("--adapters", type=Path, help="the demo's; trained if left out")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -237,11 +281,14 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="bench-quality-") as made:
         folder = Path(made)
-        adapter = args.adapter or train(args.base, folder)
+        adapters = args.adapters or train(args.base, folder)
+        stored: dict[str, list[float]] = {}
         save_int4(args.base, folder / "int4")
         for name, (is_int4, settings) in PRECISIONS.items():
             base = folder / "int4" if is_int4 else args.base
-            figures = measure(base, adapter, texts, settings, args.device)
+            figures, probed = measure(base, adapters, texts, settings, args.device)
+            stored = stored or probed
+            figures["probe"] = changes(stored, probed)
             report["precisions"].append({"precision": name, **figures})
             print(name, figures, flush=True)
             write_result(out, report)

@@ -328,6 +328,10 @@ PROBE_WAIT_S = env_number("LORIKEET_PROBE_WAIT_S", 120.0)
 
 #: KL in nats per token from the base before it was quantised, above which the doctor warns.
 PRECISION_MAX_KL = env_number("LORIKEET_PRECISION_MAX_KL", 0.1)
+#: Nats by which an adapter's copy in FP8 may be further from PEFT than its original, on average
+#: over the tokens of the probe's prompts; beyond that the original answers. The demo's adapters are
+#: at 0.004 (`bench.quality`).
+COPY_MAX_NATS = env_number("LORIKEET_COPY_MAX_NATS", 0.05)
 
 #: Seconds in which new workers should finish the waiting requests; lower: more workers.
 TARGET_WAIT_S = env_number("LORIKEET_TARGET_WAIT_S", 10.0, 0.01)

@@ -141,6 +141,8 @@ class Engine:
     def register_adapter(self, digest: str, path: Path) -> None:
         """Register the PEFT folder `path` as `digest`; idempotent. A request has the tensors read.
 
+        Where adapters are kept in FP8, one whose digest ends in ORIGINAL stays in bf16.
+
         Raises AdapterMismatch, AdapterUnavailable, OutOfPages if it is larger than the arena.
         """
         self._store.register(digest, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -15,9 +15,17 @@ from contract.ranges import Range
 from engine.errors import EngineError, InvalidPrompt, RequestError
 from engine.grammar_text import Grammar, GrammarKind
 
+#: What an engine with FP8 adapters is told behind a digest for it to keep that adapter as its files
+#: have it, in bf16; the two are as different as two adapters.
+ORIGINAL = ":original"
 _SEQUENCES = Range(1, 64, is_whole=True)
 MAX_GRAMMAR_CHARS = 512 * 1024
 _MAX_FP32 = (2 - 2**-23) * 2.0**127
+
+
+def digests_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the digests that an engine's names of adapters begin with, each once, in order."""
+    return tuple(dict.fromkeys(name.removesuffix(ORIGINAL) for name in names))
 
 
 class Priority(enum.StrEnum):

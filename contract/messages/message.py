@@ -60,3 +60,5 @@ class AdapterRef(Message):
     tensors_key: str  # S3 key of adapter_model.safetensors
     num_bytes: int  # size of the tensors file
     weight: float = 1.0
+    # Whether workers that keep adapters in FP8 keep this one so; else they have its original.
+    in_fp8: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
+from django.conf import settings
 from django.db import models
 from django.db.models import Q
 from django.utils import timezone
@@ -186,6 +187,11 @@ class AdapterVersion(TenantModel):
     config_num_bytes = models.PositiveIntegerField(default=0)
     #: True if its config may claim another base model than the adapter's.
     accepts_base_mismatch = models.BooleanField(default=False, db_default=False)
+    #: True if workers that keep adapters in FP8 keep this one as it is stored, whatever was found.
+    keeps_original = models.BooleanField(default=False, db_default=False)
+    #: By how many nats a token's log-probability is further from PEFT's, on average, with its copy
+    #: in FP8 than with its original; None: no probe has compared the two.
+    copy_nats = models.FloatField(null=True, blank=True)
     #: When it was deprecated; it still answers.
     deprecated_at = models.DateTimeField(null=True, blank=True)
     #: From the beginning of this day (UTC) requests for it are refused; then it is retired.
@@ -249,6 +255,12 @@ class AdapterVersion(TenantModel):
     def is_shut_down(self) -> bool:
         """Return whether its shutdown date has come."""
         return self.shutdown_date is not None and self.shutdown_date <= today()
+
+    @property
+    def is_in_fp8(self) -> bool:
+        """Return whether workers that keep adapters in FP8 answer with its copy."""
+        nats = self.copy_nats
+        return not self.keeps_original and nats is not None and nats <= settings.COPY_MAX_NATS
 
     @property
     def config_key(self) -> str:

@@ -273,4 +273,5 @@ def adapter_ref(version: AdapterVersion, weight: float = 1.0) -> AdapterRef:
         tensors_key=version.tensors_key,
         num_bytes=version.num_bytes,
         weight=weight,
+        in_fp8=version.is_in_fp8,
     )

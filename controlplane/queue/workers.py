@@ -85,6 +85,11 @@ def precisions(beats: Iterable[Heartbeat]) -> list[dict[str, str]]:
     return [dict(zip(names, values, strict=True)) for values in sorted(found)]
 
 
+def has_copies(told: Sequence[dict[str, str]]) -> bool:
+    """Return whether all workers of these precisions keep adapters in FP8."""
+    return bool(told) and all(each["adapters"] == "fp8" for each in told)
+
+
 def is_served(workers: Iterable[WorkerStatus], base_model: str) -> bool:
     """Return whether a worker takes the base model's requests, or is probably restarting."""
     return any(

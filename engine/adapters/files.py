@@ -33,6 +33,7 @@ from engine.adapters.threads import start_thread
 from engine.adapters.tiles import TileMap, fill_tiles, place_tiles
 from engine.errors import AdapterDamaged, AdapterMismatch, AdapterUnavailable
 from engine.model.config import ModelConfig
+from engine.request import ORIGINAL
 from kernels import PageLayout
 
 CONFIG_FILE, TENSORS_FILE = peft_config.FILE, safetensors_header.FILE
@@ -91,9 +92,15 @@ class AdapterReader:
             refuse_other_formats(path)
             raise _unreadable(error) from error
 
-    def place(self, plan: AdapterPlan) -> TileMap:
+    def place(self, plan: AdapterPlan, digest: str = "") -> TileMap:
         """Decide where the adapter's values go in its pages."""
-        return place_tiles(plan, self._model, self._layout, has_draft_heads=self._reads_draft_heads)
+        return place_tiles(
+            plan,
+            self._model,
+            self._layout,
+            has_draft_heads=self._reads_draft_heads,
+            is_original=digest.endswith(ORIGINAL),
+        )
 
     def load(self, digest: str, path: Path, room: HostPages) -> None:
         """Read the adapter into `room` and set its tiles and content.
@@ -104,7 +111,7 @@ class AdapterReader:
         try:
             with (path / TENSORS_FILE).open("rb", buffering=0) as file:
                 start = self._read_start(path, file)
-                tiles = self.place(start.plan)
+                tiles = self.place(start.plan, digest)
                 if tiles.num_pages != len(room.numbers):
                     raise AdapterDamaged("the adapter's files have changed since it was registered")
                 buffer = self._buffer(start.plan.file_bytes - len(start.header))
@@ -160,7 +167,7 @@ class AdapterReader:
             found = self._digest_of(config_text, tensors_sha256)
         except ValueError as error:
             raise AdapterDamaged(f"the adapter's files have no digest: {error}") from error
-        if found != digest:
+        if found != digest.removesuffix(ORIGINAL):
             raise AdapterDamaged(f"the adapter's files have digest {found}, not {digest}")
         return found
 

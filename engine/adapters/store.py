@@ -93,7 +93,7 @@ class AdapterStore:
             if known.error is not None:
                 known.retry_at = self._clock()
             return
-        tiles = self._reader.place(self._reader.read_plan(path))
+        tiles = self._reader.place(self._reader.read_plan(path), digest)
         num_pages, tail = tiles.num_pages, tiles.tail_sub_pages
         limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
         if num_pages > limit:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.adapters.base_weights import BaseWeights
+from engine.adapters.fp8_tiles import fp8_parts
 from engine.adapters.host_values import write_rows
 from engine.adapters.pages import SUB_PAGES
 from engine.adapters.plan import EMBEDDING, AdapterPlan, Target
@@ -28,7 +30,7 @@ from engine.adapters.values import (
 )
 from engine.model.config import ModelConfig
 from kernels import NUM_PROJECTIONS, TILE_ROWS, Blocks, PageLayout
-from kernels.fp8 import FP8, quantize_tensor
+from kernels.fp8 import FP8
 
 Int64s = npt.NDArray[np.int64]
 
@@ -106,6 +108,8 @@ class TileMap:
     Offsets count elements; -1: no tile.
 
     per_element     numbers of a tile in an element; more than 1: tiles are in E4M3
+    num_parts       matrices in E4M3 whose sum each A and each B is, see `fp8_tiles`; with two there
+                    are four tiles where there was one, as each part of A goes with each of B
     tail_sub_pages  filled sub-pages of the last page; 0: the whole page is needed
     gain_offset     [L * 8] of DoRA's row factors minus one; None: no projection has one
     shift_offset    [L * 8] of vectors to add; None: no projection has one
@@ -122,6 +126,7 @@ class TileMap:
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
     per_element: int = 1
+    num_parts: int = 1
     gain_offset: Int64s | None = None
     shift_offset: Int64s | None = None
     embedding: VocabMap | None = None
@@ -276,24 +281,30 @@ class _Packer:
 
 
 def place_tiles(
-    plan: AdapterPlan, model: ModelConfig, layout: PageLayout, *, has_draft_heads: bool = False
+    plan: AdapterPlan,
+    model: ModelConfig,
+    layout: PageLayout,
+    *,
+    has_draft_heads: bool = False,
+    is_original: bool = False,
 ) -> TileMap:
     """Decide where everything lies: the embedding first, then the layers in order, then the head.
 
     has_draft_heads  whether there is room for the draft heads, too: they lie last
+    is_original      whether tiles in E4M3 lose nothing, see `fp8_tiles`
 
     A projection's tiles are adjacent, so that they can be read as one matrix, except at a page's
     end. If a page holds fewer than 8 of the widest rows, tiles have fewer rows.
     """
-    page_elems = layout.page_elems
-    tile_rows = min(TILE_ROWS, page_elems // model.widest)
+    tile_rows = min(TILE_ROWS, layout.page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
-    shape = (num_entries, num_tiles)
+    num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
+    shape = num_entries, num_parts, num_tiles
+    rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-    rows, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
-    packer = _Packer(page_elems)
+    packer = _Packer(layout.page_elems)
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
     for target in plan.targets:
@@ -303,8 +314,9 @@ def place_tiles(
         scale[entry, : len(counts)] = target.scaling
         in_width, out_width = target.site.widths(model)
         for offsets, width in ((a_offset, in_width), (b_offset, out_width)):
-            for i, count in enumerate(counts):
-                packer.add(-(-count * width // layout.tile_per_element), offsets[entry], i)
+            for part in offsets[entry]:
+                for i, count in enumerate(counts):
+                    packer.add(-(-count * width // layout.tile_per_element), part, i)
         if target.magnitude is not None:
             packer.add(out_width, gain, entry)
         if target.has_shift(model):
@@ -317,11 +329,7 @@ def place_tiles(
     return TileMap(
         num_pages=num_pages,
         tail_sub_pages=tail_sub_pages,
-        num_tiles=num_tiles,
-        a_offset=a_offset,
-        b_offset=b_offset,
-        rows=rows,
-        scale=scale,
+        **_in_pairs(a_offset, b_offset, rows, scale),
         per_element=layout.tile_per_element,
         gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
@@ -331,6 +339,28 @@ def place_tiles(
         new_head=new_head,
         draft_heads=draft_heads,
     )
+
+
+def _in_pairs(
+    a_offset: Int64s,
+    b_offset: Int64s,
+    rows: npt.NDArray[np.int32],
+    scale: npt.NDArray[np.float32],
+) -> dict[str, Any]:
+    """Return a TileMap's entries: each part of A with each part of B.
+
+    a_offset, b_offset  [L * 8, parts, tiles]
+    rows, scale         [L * 8, tiles]
+    """
+    num_entries, num_parts, num_tiles = a_offset.shape
+    return {
+        "num_parts": num_parts,
+        "num_tiles": num_tiles * num_parts**2,
+        "a_offset": np.repeat(a_offset, num_parts, axis=1).reshape(num_entries, -1),
+        "b_offset": np.tile(b_offset, (1, num_parts, 1)).reshape(num_entries, -1),
+        "rows": np.tile(rows, num_parts**2),
+        "scale": np.tile(scale, num_parts**2),
+    }
 
 
 def _place_heads(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> tuple[HeadMap, ...]:
@@ -379,7 +409,8 @@ def fill_tiles(
     tensor  gives a tensor of the file by name
     base    the base's weights, on which DoRA's factors depend
 
-    Where tiles are in E4M3, each matrix gets a scale, by which `tiles.scale` is multiplied.
+    Where tiles are in E4M3, each part of a matrix gets a scale, by which `tiles.scale` is
+    multiplied.
     Raises AdapterMismatch naming a tensor whose values are wrong.
     """
     check_copies(plan, tensor, base)
@@ -388,13 +419,7 @@ def fill_tiles(
     for target in plan.targets:
         values = applied_values(target, tensor, base)
         entry = target.layer * NUM_PROJECTIONS + target.projection
-        rows = tiles.rows[entry].tolist()
-        for matrix, offsets in ((values.a, tiles.a_offset), (values.b.T, tiles.b_offset)):
-            if tiles.per_element > 1:
-                matrix, scale = quantize_tensor(matrix)
-                tiles.scale[entry] *= scale
-            places = (offsets[entry] * tiles.per_element).tolist()
-            write_rows(in_tiles, places, rows, matrix)
+        _fill_matrices(in_tiles, tiles, entry, values)
         for vector, vectors in (
             (values.gain, tiles.gain_offset),
             (values.shift, tiles.shift_offset),
@@ -412,6 +437,24 @@ def fill_tiles(
     for head, room in zip(plan.draft_heads, tiles.draft_heads, strict=False):
         for name, blocks in ((head.down, room.down), (head.up, room.up)):
             _write_blocks(flat, blocks, finite(name, tensor(name)))
+
+
+def _fill_matrices(
+    in_tiles: torch.Tensor, tiles: TileMap, entry: int, values: AppliedValues
+) -> None:
+    by_part = tiles.num_parts, tiles.num_parts, -1  # A's part, B's part, tile
+    rows = tiles.rows[entry].reshape(by_part)[0, 0].tolist()
+    scales = tiles.scale[entry].reshape(by_part)
+    for matrix, offsets, axis in (
+        (values.a, tiles.a_offset[entry].reshape(by_part)[:, 0], 0),
+        (values.b.T, tiles.b_offset[entry].reshape(by_part)[0], 1),
+    ):
+        parts = [(matrix, 1.0)]
+        if tiles.per_element > 1:
+            parts = fp8_parts(matrix, tiles.num_parts)
+        for i, (part, scale) in enumerate(parts):
+            np.moveaxis(scales, axis, 0)[i] *= scale
+            write_rows(in_tiles, (offsets[i] * tiles.per_element).tolist(), rows, part)
 
 
 def _fill_vocab(

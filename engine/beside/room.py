@@ -24,7 +24,7 @@ import torch
 from engine.beside.pace import DeviceStopwatch, HostStopwatch, Pace, Stopwatch
 from engine.engine import Engine
 from engine.errors import OutOfMemory
-from engine.training.memory import bytes_per_element, elements_of, plan_memory
+from engine.training.memory import bytes_per_element, dense_bytes, elements_of, plan_memory
 from engine.training.model import TrainingModel
 from engine.training.run import HeldOut, RunRequest, RunRows, RunSettings
 from engine.training.trainer import BatchTrainer, TrainerConfig
@@ -245,6 +245,7 @@ class TrainingRoom:
                 token_budget=self._budget,
                 wanted_elements=SPAN,
                 least_elements=SPAN,
+                dense_bytes=dense_bytes(self._weights.layers, dtype),
             )
         except OutOfMemory as error:
             raise OutOfMemory(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
+from engine.model.weights import LINEARS, LayerWeights
 from engine.training.parameters import AdapterLayout
 from engine.training.run import RunSettings
+from kernels.fp8 import Fp8Matrix
+from kernels.int4 import Int4Matrix
 from kernels.training import SPAN
 from kernels.training.cross_entropy import CHUNK
 from kernels.training.pools import RANK_BLOCK
@@ -61,6 +65,22 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return mixer + dtype.itemsize * mlp
 
 
+def dense_bytes(layers: Sequence[LayerWeights], dtype: torch.dtype) -> int:
+    """Return the most bytes that one product takes for a quantised weight made dense, on a GPU.
+
+    A weight in FP8 becomes `dtype` by two matrices in fp32, with scales of blocks by three.
+    """
+    found = [0]
+    for layer in layers:
+        for name in LINEARS:
+            matrix = getattr(layer, name)
+            if isinstance(matrix, Fp8Matrix):
+                found.append(matrix.shape.numel() * (8 if matrix.groups is None else 12))
+            elif isinstance(matrix, Int4Matrix):
+                found.append(matrix.shape.numel() * dtype.itemsize)
+    return max(found)
+
+
 def plan_memory(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -70,12 +90,14 @@ def plan_memory(
     wanted_elements: int,
     least_elements: int,
     later_elements: int = 0,
+    dense_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide `free_bytes`: room for the wanted runs, then as little recomputed as fits.
 
     wanted_elements  parameters of all runs that are to take part together
     least_elements   of the largest; raises OutOfMemory when there is no room for it
     later_elements   of runs that may come later: they get of what is left then
+    dense_bytes      what a product with a quantised base takes, see `dense_bytes`
     """
     element = bytes_per_element(dtype)
     layer = kept_bytes(config, dtype) * token_budget
@@ -83,6 +105,7 @@ def plan_memory(
     logits = min(CHUNK, token_budget) * config.vocab_size
     logits *= dtype.itemsize + 4 * _LOGIT_COPIES_FP32
     usable = int(free_bytes * (1 - _RESERVE)) - inputs - logits - 2 * layer
+    usable -= dense_bytes
     if usable < least_elements * element:
         raise OutOfMemory(
             f"{free_bytes >> 20} MiB are free; a run of {least_elements} parameters and "

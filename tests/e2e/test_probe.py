@@ -147,20 +147,21 @@ def worker_of(system: System, **env: str) -> Iterator[None]:
 def test_a_quantized_worker_agrees_within_its_precision(
     system: System, client: ManagementClient, tmp_path: Path
 ) -> None:
-    """Base and adapters in FP8: the probe says what that costs, and still finds a wrong adapter."""
+    """Base and adapters in FP8: the probe says what each costs, and still finds a wrong adapter."""
     good, wrong = (make(system, tmp_path / name, seed=48) for name in ("good", "wrong"))
     (tmp_path / "sitecustomize.py").write_text(WRONG_PEFT)
     precision = {"LORIKEET_BASE_PRECISION": "fp8", "LORIKEET_ADAPTER_PRECISION": "fp8"}
     with worker_of(system, **precision):
         with inspector_of(system):
-            path = upload(client, "rounded", good, system)
-            probe = decided(client, path)["probe"]
+            version = decided(client, upload(client, "rounded", good, system))
         with inspector_of(system, PYTHONPATH=str(tmp_path)):
             rejected = decided(client, upload(client, "doubled", wrong, system))
-    told = {"weights": "fp8", "kv": "float32", "adapters": "fp8"}
+    told, probe = {"weights": "fp8", "kv": "float32", "adapters": "fp8"}, version["probe"]
     assert (probe["status"], probe["precisions"]) == ("agreed", [told])
     assert all(0 < abs(probe[name]) < 0.5 for name in ("base_nats", "nats"))
     assert probe["strength"] == pytest.approx(1, abs=0.1)
+    assert version["copy_nats"] == probe["copy_nats"] != 0, "both were asked"
+    assert version["is_in_fp8"] == (probe["copy_nats"] <= 0.05)
     assert (rejected["status"], rejected["probe"]["status"]) == ("rejected", "mismatch")
 
 

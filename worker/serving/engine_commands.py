@@ -222,13 +222,16 @@ def _too_long(tokens: str, context_length: int, param: str) -> Refused:
 
 
 def to_requests(
-    job: GenerateJob, lease: int, prompts: Sequence[Prompt], codec: TextCodec
+    job: GenerateJob,
+    lease: int,
+    prompts: Sequence[Prompt],
+    codec: TextCodec,
+    adapters: tuple[AdapterPart, ...] = (),
 ) -> list[Request]:
     """Make the engine's requests; an answer ends where the context does."""
     grammar = _grammar(job, prompts, codec)
     bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
-    adapters = tuple(AdapterPart(digest=ref.digest, weight=ref.weight) for ref in job.adapters)
     return [
         Request(
             request_id=engine_id,

@@ -1,5 +1,7 @@
 """Prefetches: loads adapters that the control plane wants here before a request needs them.
 
+The engine's name of an adapter stands for it here; a tenant's quota counts digests.
+
 A prefetch begins when no request waits for an adapter's files, and takes a quarter of the threads
 that download. The constants limit each tenant, so that nobody crowds out the others' adapters. A
 pin is a lease: whoever wants it asks again before it ends.
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contract.messages.protocol import AdapterRef, ControlMessage, Tier
+from engine.request import ORIGINAL
 from worker.engine_process.channel import Command, Pin, Prefetch
 from worker.serving.adapter_cache import DIGEST, NUM_DOWNLOADS, AdapterFetchError
 from worker.serving.adapters import Adapters
@@ -99,13 +102,13 @@ class Prefetches:
         if message.pin_s > 0 and not self._lease(message, ref, now):
             self._refuse(message, "its tenant, or all, have too many pins")
             return
-        tier = Tier(message.tier)
-        if self._adapters.tier_of(ref.digest).rank <= tier.rank and self._is_kept(ref.digest):
+        tier, name = Tier(message.tier), self._adapters.name_of(ref)
+        if self._adapters.tier_of(name).rank <= tier.rank and self._is_kept(name):
             self.outcomes["there"] += 1
             self._send_pins()
             return
         queue = self._waiting.setdefault(message.tenant_id, deque())
-        if ref.digest in self._running or any(a.ref.digest == ref.digest for a in queue):
+        if name in self._running or any(self._adapters.name_of(a.ref) == name for a in queue):
             return  # it was asked for already
         if len(queue) >= MAX_WAITING or sum(map(len, self._waiting.values())) >= MAX_WAITING_OF_ALL:
             self._refuse(message, "too many wait")
@@ -120,18 +123,18 @@ class Prefetches:
     def note_arrivals(self) -> bool:
         """Return whether the engine has just loaded an adapter that was prefetched."""
         now, arrived = self._clock(), []
-        for digest, (tier, at) in list(self._coming.items()):
-            if self._adapters.tier_of(digest).rank <= tier.rank:
-                arrived.append(digest)
-            if digest in arrived or now - at > WAIT_S:
-                del self._coming[digest]
+        for name, (tier, at) in list(self._coming.items()):
+            if self._adapters.tier_of(name).rank <= tier.rank:
+                arrived.append(name)
+            if name in arrived or now - at > WAIT_S:
+                del self._coming[name]
         return bool(arrived)
 
     def expire(self) -> None:
         """End the pins that nobody has asked for again, and forget what no longer counts."""
         now = self._clock()
-        for digest in [digest for digest, pin in self._pins.items() if pin.until <= now]:
-            self._unpin(digest)
+        for name in [name for name, pin in self._pins.items() if pin.until <= now]:
+            self._unpin(name)
         self._send_pins()
         for tenant_id in list(self._brought):
             self._forget_old(tenant_id, now)
@@ -143,9 +146,10 @@ class Prefetches:
             self._waiting[tenant_id] = kept
             if not kept:
                 del self._waiting[tenant_id]
-        if digest in self._pins:
-            self._unpin(digest)
-            self._send_pins()
+        for name in (digest, digest + ORIGINAL):
+            if name in self._pins:
+                self._unpin(name)
+                self._send_pins()
 
     def _refuse(self, message: ControlMessage, why: str) -> None:
         self.outcomes["refused"] += 1
@@ -182,7 +186,7 @@ class Prefetches:
             self._waiting.move_to_end(tenant_id)
             if not queue:
                 del self._waiting[tenant_id]
-            self._running.add(asked.ref.digest)
+            self._running.add(self._adapters.name_of(asked.ref))
             self._tasks.start(self._bring(asked))
 
     async def _bring(self, asked: _Asked) -> None:
@@ -196,7 +200,7 @@ class Prefetches:
             outcome = "failed"
             log.exception("adapter %s cannot be prefetched", digest)
         finally:
-            self._running.discard(digest)
+            self._running.discard(self._adapters.name_of(asked.ref))
         self.outcomes[outcome] += 1
         brought = self._brought.get(asked.tenant_id)
         if outcome != "loaded" and brought is not None:
@@ -204,51 +208,51 @@ class Prefetches:
         self._start()
 
     async def _load(self, asked: _Asked) -> str:
-        digest = asked.ref.digest
+        name = self._adapters.name_of(asked.ref)
         while self._adapters.is_loading:
             await asyncio.sleep(BUSY_POLL_S)
         if self._clock() - asked.at > WAIT_S:
             return "late"
         await self._adapters.load(asked.ref)
-        self._send(Prefetch(digest, to_arena=asked.tier is Tier.GPU))
-        self._coming[digest] = asked.tier, self._clock()
-        pin = self._pins.get(digest)
+        self._send(Prefetch(name, to_arena=asked.tier is Tier.GPU))
+        self._coming[name] = asked.tier, self._clock()
+        pin = self._pins.get(name)
         if pin is not None and not pin.is_held:
             pin.is_held = True  # `_unpin` releases it
             self._send_pins()
         else:
-            self._adapters.release(digest)
+            self._adapters.release(asked.ref.digest)
         return "loaded"
 
     # Pins
 
     def _lease(self, message: ControlMessage, ref: AdapterRef, now: float) -> bool:
-        digest = ref.digest
+        name = self._adapters.name_of(ref)
         until = now + min(message.pin_s, MAX_PIN_S)
-        if digest in self._pins:
-            self._pins[digest].until = max(self._pins[digest].until, until)
+        if name in self._pins:
+            self._pins[name].until = max(self._pins[name].until, until)
             return True
         own = sum(pin.tenant_id == message.tenant_id for pin in self._pins.values())
         num_bytes = ref.num_bytes + sum(pin.num_bytes for pin in self._pins.values())
         if own >= MAX_PINS or num_bytes > self._max_pinned_bytes:
             return False
-        self._pins[digest] = _Pin(message.tenant_id, ref.num_bytes, until)
+        self._pins[name] = _Pin(message.tenant_id, ref.num_bytes, until)
         return True
 
-    def _is_kept(self, digest: str) -> bool:
+    def _is_kept(self, name: str) -> bool:
         """Return whether the adapter's files stay for as long as they have to."""
-        return digest not in self._pins or self._pins[digest].is_held
+        return name not in self._pins or self._pins[name].is_held
 
-    def _unpin(self, digest: str) -> None:
-        pin = self._pins.pop(digest)
+    def _unpin(self, name: str) -> None:
+        pin = self._pins.pop(name)
         if pin.is_held:
-            self._adapters.release(digest)
+            self._adapters.release(name.removesuffix(ORIGINAL))
 
     def _send_pins(self) -> None:
         """Tell the engine which adapters stay, if that has changed or it has let some go."""
-        held = tuple((pin.tenant_id, digest) for digest, pin in self._pins.items() if pin.is_held)
+        held = tuple((pin.tenant_id, name) for name, pin in self._pins.items() if pin.is_held)
         pins = Pin(held)
-        if pins != self._sent_pins or self._adapters.has_let_go(digest for _, digest in held):
+        if pins != self._sent_pins or self._adapters.has_let_go(name for _, name in held):
             self._sent_pins = pins
             self._send(pins)
 

@@ -17,7 +17,7 @@ from datetime import date
 
 from contract.messages.protocol import AdapterRef, ControlMessage
 from contract.messages.sampling import MAX_ADAPTERS
-from engine.request import AdapterPart, KeptPrefix
+from engine.request import KeptPrefix
 from engine.text.codec import TextCodec
 from worker.engine_process.channel import Command, KeepPrefixes
 from worker.errors import Refused
@@ -133,7 +133,7 @@ class PrefixPins:
             KeptPrefix(
                 name=name,
                 tenant_id=pin.tenant_id,
-                adapters=tuple(AdapterPart(digest=r.digest, weight=r.weight) for r in pin.refs),
+                adapters=self._adapters.parts_of(pin.refs),
                 token_ids=pin.token_ids,
             )
             for name, pin in self._pins.items()

@@ -203,7 +203,8 @@ class Requests:
             if attempt > 1:
                 await self._wait_to_run_alone(request)
             prompts = await asyncio.to_thread(read_prompts, job, self._codec)
-            requests = to_requests(job, request.lease, prompts, self._codec)
+            adapters = self.adapters.parts_of(job.adapters)
+            requests = to_requests(job, request.lease, prompts, self._codec, adapters)
             await self.grammars.admit(requests[0])
         except Refused as refused:
             request.fail(refused.code, refused.message, refused.param, now=time.time())

@@ -25,6 +25,7 @@ from contract.messages.protocol import HEARTBEAT_INTERVAL_S, Control, GenerateJo
 from contract.messages.worker_messages import MAX_TOLD, told
 from contract.process.alive_file import AliveFile
 from contract.queue.redis_uptime import RedisUptime
+from engine.request import digests_of
 from engine.stats import EngineStats
 from worker.config import WorkerConfig
 from worker.engine_process.channel import StepReport
@@ -373,10 +374,10 @@ class Worker:
             max_running=stats.max_running,
             free_pages=stats.free_pages,
             num_pages=stats.num_pages,
-            resident_digests=stats.resident_digests,
-            pinned_digests=stats.pinned_digests,
+            resident_digests=digests_of(stats.resident_digests),
+            pinned_digests=digests_of(stats.pinned_digests),
             kept_prefixes=stats.kept_prefixes,
-            host_digests=told(stats.host_digests),
+            host_digests=told(digests_of(stats.host_digests)),
             disk_digests=told(self._requests.adapters.on_disk_alone(MAX_TOLD)),
             tokens_per_s=round(self._tokens_per_s, 1),
             draining=self._drains.is_on,

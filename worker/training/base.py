@@ -12,7 +12,13 @@ from contract.training.job import JobError
 from engine.model.config import ModelConfig
 from engine.model.weights import load_weights
 from engine.text.codec import TextCodec
-from engine.training.memory import MemoryPlan, bytes_per_element, elements_of, plan_memory
+from engine.training.memory import (
+    MemoryPlan,
+    bytes_per_element,
+    dense_bytes,
+    elements_of,
+    plan_memory,
+)
 from engine.training.model import TrainingModel
 from engine.training.run import RunRequest
 from engine.training.trainer import BatchTrainer, TrainerConfig
@@ -86,8 +92,7 @@ def open_base(
     dtype = torch.float32 if samples and kind == "cpu" else device.training_dtype()
     config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, kind, dtype)
-    budget = token_budget or _TOKENS[kind]
-    most = max_runs or _RUNS[kind]
+    budget, most = token_budget or _TOKENS[kind], max_runs or _RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
     sampler = Sampler(folder, config, weights, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]
@@ -108,6 +113,7 @@ def open_base(
             wanted_elements=own + min(later, sizes[0]),
             least_elements=sizes[0],
             later_elements=later,
+            dense_bytes=dense_bytes(weights.layers, dtype),
         )
     model = TrainingModel(config, weights, plan.num_recomputed)
     settings = TrainerConfig(

@@ -239,6 +239,8 @@ class Migration(migrations.Migration):
                 ("num_bytes", models.BigIntegerField(default=0)),
                 ("config_num_bytes", models.PositiveIntegerField(default=0)),
                 ("accepts_base_mismatch", models.BooleanField(db_default=False, default=False)),
+                ("keeps_original", models.BooleanField(db_default=False, default=False)),
+                ("copy_nats", models.FloatField(blank=True, null=True)),
                 ("deprecated_at", models.DateTimeField(blank=True, null=True)),
                 ("shutdown_date", models.DateField(blank=True, null=True)),
                 ("max_rank", models.PositiveIntegerField(default=0)),

@@ -34,6 +34,7 @@ from controlplane.evaluations.inspections.child import InspectionFailed, memory_
 from controlplane.evaluations.inspections.comparison import (
     Verdict,
     compare,
+    copy_nats,
     scores_of,
     tolerance_for,
 )
@@ -206,7 +207,8 @@ def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -
     prompts = reference["prompts"]
     wanted, wanted_base = scores_of(prompts, "adapter"), scores_of(prompts, "base")
     try:
-        served, base = probe.ask(version, digest, [prompt["token_ids"] for prompt in prompts])
+        asked = [prompt["token_ids"] for prompt in prompts]
+        served, base, copy = probe.ask(version, digest, asked)
     except ApiError as error:
         if error.code in _REFUSALS:
             raise Mismatch(f"a worker cannot serve it: {error.message}") from error
@@ -225,12 +227,17 @@ def _compared(version: AdapterVersion, digest: str, reference: dict[str, Any]) -
             for each in served.precisions
             for name in ("weights", "kv")
         ),
-        has_rounded_adapter=any(each["adapters"] == "fp8" for each in served.precisions),
     )
     if verdict.base_problem:
         raise NotRun(f"The worker's base model is not the inspector's: {verdict.base_problem}")
+    summary = _summary(verdict, served, reference["dtype"], served_dtype)
+    if copy is not None:
+        version.copy_nats = round(copy_nats(wanted, served.scores, copy.scores), 5)
+        summary["copy_nats"] = version.copy_nats
+        if version.is_in_fp8 and copy.device_bytes:
+            summary["device_bytes"] = copy.device_bytes
     found = {
-        "probe": _summary(verdict, served, reference["dtype"], served_dtype),
+        "probe": summary,
         "compared": [
             {
                 "token_ids": prompt["token_ids"],
@@ -274,6 +281,8 @@ def _decide_for(inspection: AdapterInspection, found: dict[str, Any]) -> None:
         _lock(version)
         if not _end(inspection, Status.AGREED, "", found):
             return
+        nats = found["probe"].get("copy_nats")
+        AdapterVersion.objects.filter(pk=version.pk).update(copy_nats=nats)
         if inspection.facts:
             ingest.version_accept(version, Facts(**inspection.facts))
     PROBES.labels("agreed").inc()

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract.adapters.inspection import PROBE_ENDPOINT, TOP
 from contract.messages.protocol import AdapterRef, GenerateJob, Sampling, TokenEvent
@@ -19,7 +19,7 @@ from controlplane.adapters.models import AdapterVersion
 from controlplane.errors import Unavailable
 from controlplane.evaluations.inspections.comparison import Scores
 from controlplane.queue.dispatcher import Dispatcher, close_dispatcher, get_dispatcher
-from controlplane.queue.workers import precisions
+from controlplane.queue.workers import has_copies, precisions
 from controlplane.tenancy.scoping import new_id
 
 #: Time limit of the answer to a probe.
@@ -47,8 +47,19 @@ class Served:
     device_bytes: int | None
 
 
-def ask(version: AdapterVersion, digest: str, prompts: Prompts) -> tuple[Served, Served]:
-    """Return a worker's answers with the adapter, and of the base alone.
+class Answers(NamedTuple):
+    """Workers' answers with an adapter's original, of the base alone, and with the copy in FP8.
+
+    copy  None: not all workers of the base model keep adapters in FP8
+    """
+
+    original: Served
+    base: Served
+    copy: Served | None
+
+
+def ask(version: AdapterVersion, digest: str, prompts: Prompts) -> Answers:
+    """Ask a worker to answer with the adapter, without it, and with its copy.
 
     version  with its adapter and base model
     digest   where its checked files are
@@ -57,14 +68,22 @@ def ask(version: AdapterVersion, digest: str, prompts: Prompts) -> tuple[Served,
     return asyncio.run(_ask(version, digest, prompts))
 
 
-async def _ask(version: AdapterVersion, digest: str, prompts: Prompts) -> tuple[Served, Served]:
+async def _ask(version: AdapterVersion, digest: str, prompts: Prompts) -> Answers:
     dispatcher = await get_dispatcher()
     try:
         job = _job(version, digest, prompts, dispatcher.gateway_id)
         base = dataclasses.replace(
             job, adapters=(), adapter_version_id=None, request_id=_request_id()
         )
-        return await _answer(dispatcher, job), await _answer(dispatcher, base)
+        served, alone = await _answer(dispatcher, job), await _answer(dispatcher, base)
+        if not has_copies(served.precisions):
+            return Answers(served, alone, None)
+        copy = dataclasses.replace(
+            job,
+            adapters=tuple(dataclasses.replace(ref, in_fp8=True) for ref in job.adapters),
+            request_id=_request_id(),
+        )
+        return Answers(served, alone, await _answer(dispatcher, copy))
     finally:
         await close_dispatcher()
 

@@ -16,6 +16,7 @@ def adapter_inspect(tenant_id: str, version_id: str) -> None:
 
 @shared_task
 def inspections_sweep() -> None:
-    """Release versions whose wait is over; queue lost and failed inspections again."""
+    """Release versions whose wait is over; queue lost, failed and new inspections again."""
     sweep.held_release()
     sweep.open_send()
+    sweep.copies_measure()

@@ -11,7 +11,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters import promotion, retirement, services, uploads
+from controlplane.adapters import precision, promotion, retirement, services, uploads
 from controlplane.adapters.models import (
     Adapter,
     AdapterVersion,
@@ -145,6 +145,12 @@ class ReasonSerializer(serializers.Serializer[dict[str, str]]):
     message = serializers.CharField()
 
 
+ORIGINAL_HELP = (
+    "Whether workers that keep adapters in FP8 answer with the version as it is stored, even where "
+    "its copy would do."
+)
+
+
 class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
     object = serializers.CharField(default="adapter_version", read_only=True)
     adapter = serializers.CharField(source="adapter.name")
@@ -160,12 +166,22 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
         help_text="Until when a retired version can be made ready again; null for others."
     )
     probe = serializers.SerializerMethodField(help_text=PROBE_HELP)
+    keeps_original = serializers.BooleanField(help_text=ORIGINAL_HELP)
+    copy_nats = serializers.FloatField(
+        allow_null=True,
+        help_text="By how many nats a token is further from PEFT's log-probability with its copy "
+        "in FP8 than with its original, on average over the probe's prompts; null until then.",
+    )
+    is_in_fp8 = serializers.BooleanField(
+        help_text="Whether workers that keep adapters in FP8 answer with that copy."
+    )
 
     class Meta:
         model = AdapterVersion
         fields = (
             "id", "object", "adapter", "number", "model", "status", "source", "origin",
             "digest", "num_bytes", "max_rank", "reasons", "report", "probe",
+            "keeps_original", "copy_nats", "is_in_fp8",
             "created_at", "ready_at",
             "deprecated_at", "shutdown_date", "files_until",
         )  # fmt: skip
@@ -178,6 +194,10 @@ class VersionSerializer(serializers.ModelSerializer[AdapterVersion]):
 
     def get_files_until(self, version: AdapterVersion) -> dt.datetime | None:
         return retirement.files_until(version)
+
+
+class VersionChangeSerializer(StrictSerializer):
+    keeps_original = serializers.BooleanField(required=False, help_text=ORIGINAL_HELP)
 
 
 class VersionCreateSerializer(StrictSerializer):
@@ -353,11 +373,20 @@ class VersionsView(TenantAPIView):
 
 
 class VersionView(TenantAPIView):
-    permissions: ClassVar = {"DELETE": Permission.ADAPTERS_WRITE}
+    permissions: ClassVar = dict.fromkeys(("PATCH", "DELETE"), Permission.ADAPTERS_WRITE)
 
     @extend_schema(responses=VersionSerializer)
     def get(self, request: Request, name: str, number: int) -> Response:
         version = services.adapter_version_get(name=name, number=number)
+        return Response(VersionSerializer(version).data)
+
+    @extend_schema(request=VersionChangeSerializer, responses=VersionSerializer)
+    def patch(self, request: Request, name: str, number: int) -> Response:
+        """Have workers that keep adapters in FP8 answer with the original, or with a good copy."""
+        body = VersionChangeSerializer.parsed(request)
+        version = services.adapter_version_get(name=name, number=number)
+        if "keeps_original" in body:
+            version = precision.version_original_set(version=version, **body)
         return Response(VersionSerializer(version).data)
 
     @extend_schema(responses={204: None})

@@ -29,7 +29,7 @@ from controlplane.aliases.models import Alias
 from controlplane.aliases.services import revision_before, revision_get
 from controlplane.errors import Unavailable
 from controlplane.infra.redis_client import redis_client
-from controlplane.queue.workers import WorkerStatus, precisions, read_workers, workers
+from controlplane.queue.workers import WorkerStatus, has_copies, precisions, read_workers, workers
 from controlplane.tenancy.model_scope import may_name
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,16 @@ class Residency:
     version: AdapterVersion
     places: list[Place]
     precisions: list[dict[str, str]]
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether these workers keep adapters in FP8."""
+        return has_copies(self.precisions)
+
+    @property
+    def max_nats(self) -> float:
+        """Return by how many nats a copy in FP8 may be off, see `AdapterVersion.copy_nats`."""
+        return settings.COPY_MAX_NATS
 
     @property
     def counts(self) -> dict[str, int]:

@@ -62,6 +62,7 @@ def inspected(status: str = "agreed") -> AdapterVersion:
         digest="d" * 64,
         max_rank=RANK,
         report={"num_parameters": 4_884_480},
+        copy_nats=0.0123,
     )
     adapter.live_version = version
     adapter.save()
@@ -76,6 +77,7 @@ def inspected(status: str = "agreed") -> AdapterVersion:
             **{"max_difference": 0.00012, "base_max_difference": 0.0001, "tolerance": 0.02},
             **{"relative_tolerance": 0.002, "strength": 1.0, "load_ms": 41.2},
             **{"reference_dtype": "float32", "nats": 0.0312, "base_nats": 0.0298},
+            "copy_nats": 0.0123,
             "precisions": [{"weights": "fp8", "kv": "bfloat16", "adapters": "fp8"}],
         },
         compared=[{"token_ids": [1] * 26, "peft": row, "worker": row, "base": row} for row in peft],
@@ -108,6 +110,7 @@ def test_the_page_shows_the_report(acme: Party, base_model: BaseModel, status: s
         assert shown in text, shown
     assert '0.0312 nats a token <meter min="0" max="0.1" value="0.0312"' in text
     assert "fp8, keys and values in bfloat16, adapters in fp8" in text
+    assert "its copy in FP8 <meter" in text and "is 0.0123 nats a token further" in text
     assert text.count("<polyline") == len(NAMES)
     assert text.count('class="point"') == 100
     assert "Inspect again" not in text  # a viewer cannot

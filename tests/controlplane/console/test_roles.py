@@ -67,6 +67,8 @@ PAGES: dict[str, Permission | None] = {
     "promote": Permission.ADAPTERS_WRITE,
     "deprecate": Permission.ADAPTERS_WRITE,
     "undeprecate": Permission.ADAPTERS_WRITE,
+    "keep_original": Permission.ADAPTERS_WRITE,
+    "allow_copy": Permission.ADAPTERS_WRITE,
     "retire": Permission.ADAPTERS_WRITE,
     "unretire": Permission.ADAPTERS_WRITE,
     "download_version": Permission.ADAPTERS_WRITE,

@@ -169,6 +169,27 @@ def test_the_console_shows_it(acme: Party, adapter: Adapter, pool: Pool) -> None
     assert "Where the workers" not in text
 
 
+def test_the_console_says_and_sets_what_a_version_answers_in(
+    acme: Party, adapter: Adapter, pool: Pool
+) -> None:
+    version, browser = add(adapter), Client()
+    pool.has("w-1", Tier.GPU, version, precision={"weights": "fp8", "kv": "fp8", "adapters": "fp8"})
+    browser.force_login(acme.owner)
+    page = "/console/adapters/invoices/versions/1"
+
+    def told() -> str:
+        return browser.get(page).content.decode()
+
+    assert "its original, until a probe compares" in told()
+    AdapterVersion.objects.update(copy_nats=0.0125)
+    assert "its copy in FP8" in told() and "is 0.0125 nats a token further" in told()
+    browser.post(f"{page}/keep-original")
+    assert "its original, as somebody asked" in told()
+    browser.post(f"{page}/allow-copy")
+    AdapterVersion.objects.update(copy_nats=3.0)
+    assert "its copy in FP8 is off too far" in told()
+
+
 def test_all_workers_of_the_base_are_asked(adapter: Adapter, pool: Pool) -> None:
     version = add(adapter)
     pool.beat("w-1")

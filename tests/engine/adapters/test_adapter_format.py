@@ -367,6 +367,32 @@ def test_tiles_in_fp8_take_a_quarter_of_fp32(rank: int) -> None:
         assert scales.tolist() == pytest.approx([target.scaling * product] * len(scales))
 
 
+@pytest.mark.parametrize("rank", [1, 9, 64])
+def test_an_original_in_fp8_tiles_is_whole(rank: int) -> None:
+    """Two parts of each matrix sum up to it in bf16, so their products do; they take its room."""
+    layout = dataclasses.replace(LAYOUT, tile_per_element=4)
+    plan = plan_adapter({**PLAIN, "r": rank}, shapes(rank, ALL), MODEL)
+    copy = place_tiles(plan, MODEL, layout)
+    tiles = place_tiles(plan, MODEL, layout, is_original=True)
+    assert tiles.num_tiles == 4 * copy.num_tiles
+    assert tiles.num_pages <= 2 * copy.num_pages + 1
+    content = {name: torch.randn(shape) / 64 for name, shape in shapes(rank, ALL).items()}
+    packed = torch.zeros(tiles.num_pages, layout.page_elems)
+    fill_tiles(packed, plan, tiles, content.__getitem__, NO_BASE)
+    numbers = packed.view(FP8).view(-1)
+    for target in plan.targets:
+        at = target.layer * NUM_PROJECTIONS + target.projection
+        a, b = (content[name].bfloat16().double() for name in (target.a_name, target.b_name))
+        found = torch.zeros(b.shape[0], a.shape[1], dtype=torch.float64)
+        columns = (tiles.a_offset[at], tiles.b_offset[at], tiles.rows[at], tiles.scale[at])
+        for a_at, b_at, count, scale in zip(*columns, strict=True):
+            if count:
+                a_rows = numbers[4 * a_at : 4 * a_at + count * a.shape[1]].view(count, -1)
+                b_rows = numbers[4 * b_at : 4 * b_at + count * b.shape[0]].view(count, -1)
+                found += float(scale) * (b_rows.double().T @ a_rows.double())
+        torch.testing.assert_close(found, target.scaling * b @ a, rtol=1e-6, atol=1e-9)
+
+
 def test_tiles_move_with_their_pages() -> None:
     plan = plan_adapter(PLAIN, shapes(4, ALL), MODEL)
     tiles = place_tiles(plan, MODEL, LAYOUT)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.request import ORIGINAL
 from tests.engine.model import int4_bases
 from tests.engine.model.families import ON_A_GPU, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
@@ -23,7 +24,7 @@ if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-CASES = [(None, 45), ("all", 15), ("dora", 7), ("kv", 20)]
+CASES: list[tuple[str | None, int]] = [(None, 45), ("all", 15), ("dora", 7), ("kv", 20)]
 # On a card the library's products want widths that are multiples of 16. Tensor cores add up FP8
 # numbers in fewer bits than fp32 has, an error of some 1e-3, which rounds other activations to
 # their neighbours. Weights are small so that this does not grow from layer to layer: with the usual
@@ -51,10 +52,12 @@ def make_both(model: Any) -> None:
     keep_kv_in_fp8(model)
 
 
-def play(oracle: FamilyOracle, **config: object) -> None:
+def play(
+    oracle: FamilyOracle, cases: list[tuple[str | None, int]] = CASES, **config: object
+) -> None:
     settings = {"device": DEVICE, "dtype": "float32", "use_triton": True, "max_running": 4}
     engine = make_engine(oracle, **{**settings, "max_step_tokens": 48, **config})
-    check(engine, oracle, CASES, num_tokens=4)
+    check(engine, oracle, cases, num_tokens=4)
     assert oracle.mean_error < MEAN_TOLERANCE
     engine.close()
 
@@ -89,6 +92,19 @@ def test_all_in_fp8(tmp_path: Path) -> None:
         round_matrices(folder)
     oracle = FamilyOracle(base, adapters, make_both, TOLERANCE)
     play(oracle, base_precision="fp8", kv_precision="fp8", adapter_precision="fp8", page_size=64)
+
+
+def test_originals_beside_adapters_in_fp8(tmp_path: Path) -> None:
+    base = save_family(tmp_path / "base", "qwen2", **WIDE)
+    copies, originals = (save_adapters(base, tmp_path / name) for name in ("fp8", "bf16"))
+    for folder, kept in zip(copies.values(), originals.values(), strict=True):
+        round_matrices(folder)
+        round_matrices(kept, lambda tensor: tensor.bfloat16().float())
+    kept_ones = {name + ORIGINAL: folder for name, folder in originals.items()}
+    oracle = FamilyOracle(base, {**copies, **kept_ones})
+    cases = [(None, 45), ("all" + ORIGINAL, 15), ("kv", 20), ("kv" + ORIGINAL, 7)]
+    play(oracle, cases, adapter_precision="fp8")
+    assert oracle.mean_error < 1e-3
 
 
 @pytest.mark.parametrize("name", int4_bases.FORMATS if DEVICE == "cuda" else ["awq"])

@@ -17,6 +17,8 @@ from kernels.fp8 import FP8, FP8_MAX, Fp8Matrix, quantize_matrix, quantize_rows_
 from kernels.fp8_groups import GROUP
 
 LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+#: Those of families that have several as one.
+FUSED_LINEARS = ("qkv_proj", "gate_up_proj")
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INPUTS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -128,7 +130,7 @@ def make_fp8(model: Any, matrices: dict[str, Fp8Matrix] | None = None) -> None:
     matrices  by module; None: all linears of the layers, quantised by output channel
     """
     for name, module in model.named_modules():
-        if name.split(".")[-1] not in LAYER_LINEARS:
+        if name.split(".")[-1] not in LAYER_LINEARS + FUSED_LINEARS:
             continue
         if matrices is not None and name not in matrices:
             continue

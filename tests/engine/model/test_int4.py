@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from transformers import CompressedTensorsConfig
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
 from kernels.fp8 import quantize_matrix
-from tests.engine.model.families import save_family
+from tests.engine.model.families import FUSED, save_family
+from tests.engine.model.fp8_bases import FORMATS as FP8_FORMATS
 from tests.engine.model.fp8_bases import make_fp8
 from tests.engine.model.int4_bases import EVERY, FORMATS, put_weights, save_checkpoint
 from tests.engine.model.test_families import (
@@ -27,6 +29,7 @@ from tests.engine.model.test_families import (
     save_adapters,
 )
 from tests.engine.model.test_fp8 import (
+    FURTHER,
     KINDS,
     MEAN_TOLERANCE,
     TOLERANCE,
@@ -36,14 +39,21 @@ from tests.engine.model.test_fp8 import (
     refused,
 )
 
+FEW = ("gptq", "awq", "packed", "packed-zeros")
+
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: save_family(tmp_path_factory.mktemp("family"), name))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(FORMATS, KINDS),
+        *(("packed", kind) for kind in FURTHER if kind not in FUSED),
+    ],
+)
 def test_a_checkpoint_of_each_format(
     family: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -169,6 +179,22 @@ def test_zeros_that_the_config_does_not_speak_of_are_refused(
     edit(fields["quantization_config"], f"{GROUP}.weights.symmetric", True)
     (tmp_path / "int4" / "config.json").write_text(json.dumps(fields))
     assert refused(tmp_path / "int4").param == "model.layers.0.mlp.down_proj.weight_zero_point"
+
+
+@pytest.mark.parametrize("told", [*FEW, "channel-token"])
+@pytest.mark.parametrize("stored", FEW)
+def test_a_config_of_another_format_is_refused(
+    family: Callable[[str], Path], tmp_path: Path, stored: str, told: str
+) -> None:
+    """By the name of the first tensor that is not what the config speaks of."""
+    if stored == told:
+        return
+    folder = tmp_path / "int4"
+    save_checkpoint(family("llama"), folder, stored)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] = FP8_FORMATS[told] if told in FP8_FORMATS else FORMATS[told][0]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert (refused(folder).param or "").startswith("model.layers.0.")
 
 
 def test_linears_that_are_not_quantised_become_fp8(

@@ -28,6 +28,8 @@ BASES = {
     "fp8": ("llama-biases", 20),
     "fp8-blocks": ("mistral-full", 20),
     "gptq": ("qwen2", 20),
+    "awq": ("mistral-full", 20),
+    "packed-zeros": ("qwen3", 20),
     "kv": ("qwen3", 9),
 }
 Made = tuple[FamilyOracle, dict[str, Any]]
@@ -49,7 +51,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
             change, config = fp8_bases.keep_kv_in_fp8, {"kv_precision": "fp8", "page_size": 64}
         else:
             config = {"model_dir": folder / "stored"}
-            if name == "gptq":
+            if name in int4_bases.FORMATS:
                 dense = int4_bases.save_checkpoint(base, folder / "stored", name)
                 change = functools.partial(int4_bases.put_weights, dense=dense)
             else:
@@ -59,7 +61,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
             adapter: save_adapter(base, folder / adapter, seed, **fields)
             for seed, (adapter, fields) in enumerate(ADAPTERS.items())
         }
-        oracle = FamilyOracle(base, adapters, change, TOLERANCE if name != "gptq" else 1e-3)
+        oracle = FamilyOracle(
+            base, adapters, change, 1e-3 if name in int4_bases.FORMATS else TOLERANCE
+        )
         for blend, weights in BLENDS.items():
             oracle.blend(blend, weights)
         return oracle, config

@@ -9,8 +9,17 @@ import torch
 
 from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
-from engine.training.memory import bytes_per_element, elements_of, kept_bytes, plan_memory
+from engine.model.weights import LayerWeights
+from engine.training.memory import (
+    bytes_per_element,
+    dense_bytes,
+    elements_of,
+    kept_bytes,
+    plan_memory,
+)
 from engine.training.run import RunSettings
+from kernels.fp8 import FP8, Fp8Matrix
+from kernels.int4 import Int4Matrix
 
 #: Llama-3.1-8B's.
 LARGE = ModelConfig.from_fields(
@@ -73,6 +82,34 @@ def test_runs_that_come_later_get_what_costs_nobody_anything() -> None:
         pool = found[1].pool_elements * bytes_per_element(torch.bfloat16)
         assert pool + kept < free * GIB
     assert found[1].pool_elements > 40 * RUN
+
+
+@pytest.mark.parametrize(("name", "share"), [("fp8", 8), ("blocks", 12), ("int4", 2)])
+def test_what_a_product_makes_dense_of_a_quantised_base_is_counted(name: str, share: int) -> None:
+    """Of the widest linear, as one product is computed at a time; a dense base takes nothing."""
+    numbers = torch.empty(64, 32).to(FP8)
+    bases: dict[str, Fp8Matrix | Int4Matrix] = {
+        "fp8": Fp8Matrix(numbers, torch.ones(64)),
+        "blocks": Fp8Matrix(numbers, torch.ones(64), groups=torch.ones(64, 1)),
+        "int4": Int4Matrix(torch.empty(64, 4).int(), torch.ones(64, 1), torch.zeros(64, 1)),
+    }
+    plain = torch.empty(128, 32)
+    norm = torch.ones(32)
+    layers = [
+        LayerWeights(
+            attention_norm=norm, qkv=plain, o=plain, mlp_norm=norm, gate_up=matrix, down=plain
+        )
+        for matrix in (bases[name], plain)
+    ]
+    assert dense_bytes(layers, torch.bfloat16) == 64 * 32 * share
+    assert dense_bytes(layers[1:], torch.bfloat16) == 0
+    given: dict[str, int] = {
+        "token_budget": 16_384, "wanted_elements": 64 * RUN, "least_elements": RUN,
+    }  # fmt: skip
+    widest = 28_672 * 4096 * 8
+    of_less = plan_memory(LARGE, torch.bfloat16, free_bytes=40 * GIB, **given, dense_bytes=widest)
+    with_all = plan_memory(LARGE, torch.bfloat16, free_bytes=40 * GIB, **given)
+    assert of_less.pool_elements < with_all.pool_elements
 
 
 def test_no_room_for_a_single_run_is_said() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.messages.protocol import AdapterRef, Sampling
+from contract.messages.protocol import Sampling
 from engine.errors import ContextTooLong
 from engine.request import AdapterPart, FinishReason, Request, SamplingParams
 from engine.text.codec import TextCodec
@@ -198,9 +198,9 @@ def test_every_wire_field_reaches_the_engine(codec: TextCodec) -> None:
         deadline=9.0,
         n=3,
         is_batch=True,
-        adapters=(AdapterRef(digest="d", config_key="", tensors_key="", num_bytes=0, weight=0.5),),
     )
-    (request,) = to_requests(job, 1, [Prompt([1, 2])], codec)
+    part = AdapterPart(digest="d", weight=0.5)
+    (request,) = to_requests(job, 1, [Prompt([1, 2])], codec, (part,))
     assert request.speculation is False
     for field in dataclasses.fields(Sampling):
         if field.name in ("stop", "logit_bias", "speculation"):
@@ -209,7 +209,7 @@ def test_every_wire_field_reaches_the_engine(codec: TextCodec) -> None:
     assert request.sampling.logit_bias == {3: 1.5}
     assert (request.json_schema, request.deadline, request.tenant_id) == ("{}", 9.0, "t")
     assert (request.n, request.priority) == (3, "batch")
-    assert [(part.digest, part.weight) for part in request.adapters] == [("d", 0.5)]
+    assert request.adapters == (part,)
 
 
 @pytest.mark.parametrize("max_tokens,expected", [(None, 98), (5, 5), (98, 98), (1000, 98)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from contract.messages.protocol import AdapterRef, Control, ControlMessage, Tier
+from engine.request import ORIGINAL
 from engine.stats import EngineStats
 from tests.fakes import fake_config
 from tests.worker.serving.test_adapters import Store
-from worker.engine_process.channel import Command, Pin, Prefetch, Unregister
+from worker.engine_process.channel import Command, Pin, Prefetch, Register, Unregister
 from worker.serving import prefetches as module
 from worker.serving.adapters import Adapters
 from worker.serving.prefetches import MAX_ADAPTERS, MAX_PINS, MAX_WAITING, Prefetches
@@ -26,15 +28,22 @@ class Scene:
     """A worker's adapters and prefetches, with an engine that only notes what it is told."""
 
     def __init__(
-        self, folder: Path, *, host_bytes: int = 1 << 20, disk_bytes: int = 1 << 20
+        self,
+        folder: Path,
+        *,
+        host_bytes: int = 1 << 20,
+        disk_bytes: int = 1 << 20,
+        adapter_precision: str | None = None,
     ) -> None:
         self.store = Store()
         self.sent: list[Command] = []
         self.now = 100.0
         config = fake_config(folder, worker_id="w", pool="p", redis_url="")
-        config = config.__class__(
-            **{name: getattr(config, name) for name in config.__dataclass_fields__}
-            | {"base_revision": "r" * 64, "adapter_cache_bytes": 1 << 20}
+        config = dataclasses.replace(
+            config,
+            base_revision="r" * 64,
+            adapter_cache_bytes=1 << 20,
+            adapter_precision=adapter_precision,
         )
         self.adapters = Adapters(config, send=self.sent.append, fetch=self.store)
         self.failures: list[BaseException] = []
@@ -244,6 +253,37 @@ async def test_pinned_files_stay_on_the_disk_until_the_adapter_is_deleted(scene:
     assert scene.told(Pin)[-1] == Pin(())
     assert scene.told(Unregister) == [Unregister(ref.digest)]
     assert scene.adapters.tier_of(ref.digest) is Tier.STORE
+
+
+async def test_an_original_has_a_name_of_its_own_in_fp8(tmp_path: Path) -> None:
+    """The files are one, and so are their users; a worker in bf16 has one name alone."""
+    scene = Scene(tmp_path, adapter_precision="fp8")
+    original = scene.store.add("a")
+    copy = dataclasses.replace(original, in_fp8=True)
+    name = original.digest + ORIGINAL
+    scene.ask(copy)
+    await scene.settle()
+    scene.ask(original, pin_s=10)
+    await scene.settle()
+    assert [each.digest for each in scene.told(Register)] == [original.digest, name]
+    assert scene.told(Prefetch) == [Prefetch(original.digest, True), Prefetch(name, True)]
+    assert scene.told(Pin)[-1] == Pin((("a", name),))
+    assert scene.store.num_fetches == 1
+    assert [part.digest for part in scene.adapters.parts_of((copy, original))] == [
+        original.digest, name,
+    ]  # fmt: skip
+    scene.engine_has(copy)
+    assert scene.adapters.on_disk_alone(9) == ()
+    assert await scene.adapters.load_for_request(copy) is Tier.GPU
+    assert await scene.adapters.load_for_request(original) is Tier.DISK
+    for _ in range(2):
+        scene.adapters.release(original.digest)
+    scene.prefetches.drop(original.digest)
+    scene.adapters.drop(original.digest)
+    assert scene.told(Unregister) == [Unregister(original.digest), Unregister(name)]
+    await scene.tasks.end()
+    plain = Scene(tmp_path / "plain").adapters
+    assert plain.name_of(copy) == plain.name_of(original) == original.digest
 
 
 async def test_a_pin_ends_though_it_was_asked_for_ever(scene: Scene) -> None:

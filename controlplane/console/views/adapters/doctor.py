@@ -49,6 +49,8 @@ def doctor(request: ConsoleRequest, name: str, number: int) -> HttpResponse:
             "heading": _HEADINGS[Status(inspection.status)],
             "probe": inspection.probe,
             "max_kl": settings.PRECISION_MAX_KL,
+            "has_copies": "copy_nats" in inspection.probe,
+            "max_nats": settings.COPY_MAX_NATS,
             "summary": inspection.doctor.get("summary"),
             "findings": inspection.doctor.get("findings", []),
             "heat": doctor_charts.heat_map(modules),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from controlplane.evaluations.inspections.comparison import (
     Tolerance,
     Verdict,
     compare,
+    copy_nats,
     tolerance_for,
 )
 
@@ -139,26 +141,17 @@ def test_a_quantised_base_widens_the_tolerance() -> None:
     assert "nats less likely" in judge(scores(adapter), moved(scores(base), 4.0)).base_problem
 
 
-def test_an_adapter_in_fp8_may_be_off_by_a_share_of_what_it_changes() -> None:
-    base, adapter = made(seed=1)
-
-    def judge(by: float, *, has_rounded_adapter: bool = True) -> Verdict:
-        return compare(
-            reference=scores(adapter),
-            served=moved(scores(adapter), by),
-            base_reference=scores(base),
-            base_served=scores(base),
-            tolerance=FP32,
-            has_rounded_adapter=has_rounded_adapter,
-        )
-
-    change = judge(0.0).tolerance.absolute - FP32.absolute
-    pairs = zip(scores(adapter).values(), scores(base).values(), strict=True)
-    largest = max(abs(a - b) for a, b in pairs)
-    assert change == pytest.approx(largest / 10)
-    assert not judge(0.9 * change).problem
-    assert judge(0.9 * change, has_rounded_adapter=False).problem
-    assert judge(0.9 * change + 1).problem
+def test_a_copy_is_judged_by_what_it_adds_to_the_distance() -> None:
+    """Changes of both signs do not make up for each other; noise that both have does not count."""
+    _, adapter = made(seed=1)
+    exact = scores(adapter)
+    assert copy_nats(exact, exact, moved(exact, 0.25)) == pytest.approx(0.125)
+    both_ways = scores([[v + (-0.5) ** (1 + i % 2) for i, v in enumerate(p)] for p in adapter])
+    assert copy_nats(exact, exact, both_ways) == pytest.approx(0.375)
+    assert copy_nats(exact, both_ways, exact) == pytest.approx(-0.375)
+    first, second = (scores(noisy(adapter, 0.2, seed)) for seed in (1, 2))
+    assert abs(copy_nats(exact, first, second)) < 0.05
+    assert copy_nats(exact, exact, moved(exact, math.nan)) == 1e6
 
 
 def test_the_widest_dtype_decides() -> None:

@@ -13,6 +13,7 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
+from contract.messages.protocol import Heartbeat
 from controlplane.adapters import ingest, probing, promotion
 from controlplane.adapters.models import (
     Adapter,
@@ -21,6 +22,7 @@ from controlplane.adapters.models import (
     BaseModel,
     Promotion,
 )
+from controlplane.adapters.resolution import adapter_ref
 from controlplane.aliases import services
 from controlplane.aliases.contents import Contents, Part, contents_of
 from controlplane.evaluations.inspections import execution, sweep
@@ -28,6 +30,7 @@ from controlplane.events.audit.models import AuditEvent
 from controlplane.events.outbox.models import EventType, OutboxEvent
 from controlplane.infra import storage
 from controlplane.infra.health import liveness
+from controlplane.queue.workers import WorkerStatus
 from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.datasets.services import dataset_upload
 from controlplane.training.models import TrainingRun
@@ -67,7 +70,7 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
         def find(inspection: AdapterInspection) -> dict[str, Any]:
             if isinstance(found, Exception):
                 raise found
-            return dict(AGREED)
+            return found if isinstance(found, dict) else dict(AGREED)
 
         monkeypatch.setattr(execution, "_found", find)
 
@@ -374,6 +377,71 @@ def test_the_api_shows_and_repeats_an_inspection(
     AdapterInspection.objects.all().delete()
     never = client.get(path).json()
     assert (never["probe"]["status"], never["modules"]) == ("not_run", [])
+
+
+@pytest.mark.usefixtures("scope", "inspector")
+def test_the_probe_decides_for_each_version_whether_its_copy_answers(
+    acme: Party, finding: Callable[[object], None], settings: Any
+) -> None:
+    """And people may have the original all the same; the limit is the operator's."""
+    path, client = "/api/v1/adapters/invoices/versions", as_key(acme)
+
+    def served(number: int) -> bool:
+        version = AdapterVersion.objects.get(number=number)
+        is_in_fp8: bool = adapter_ref(version).in_fp8
+        assert client.get(f"{path}/{number}").json()["is_in_fp8"] is is_in_fp8
+        return is_in_fp8
+
+    def keep(number: int, keeps_original: bool) -> Any:
+        given = {"keeps_original": keeps_original}
+        answer = client.patch(f"{path}/{number}", given, content_type="application/json")
+        assert answer.status_code == 200
+        return answer.json()
+
+    for nats in (None, 0.01, 0.2):
+        probe = AGREED["probe"] | ({} if nats is None else {"copy_nats": nats})
+        finding({**AGREED, "probe": probe})
+        validate(upload())
+        execution.inspect_next()
+    settings.COPY_MAX_NATS = 0.05
+    assert [served(number) for number in (1, 2, 3)] == [False, True, False]
+    settings.COPY_MAX_NATS = 0.5
+    assert [served(number) for number in (1, 2, 3)] == [False, True, True]
+    assert keep(2, True)["copy_nats"] == keep(2, True)["copy_nats"] == 0.01
+    assert [served(number) for number in (1, 2, 3)] == [False, False, True]
+    assert AuditEvent.objects.filter(action__endswith="precision_set").count() == 1
+    keep(2, False)
+    assert served(2)
+
+
+@pytest.mark.usefixtures("scope", "inspector")
+def test_copies_are_compared_when_workers_begin_to_have_them(
+    finding: Callable[[object], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and only if all workers of the base keep adapters in FP8."""
+    version = validate(upload())
+    finding("agrees")
+    execution.inspect_next()
+
+    def sweep_with(*adapters: str) -> str:
+        beats = (
+            Heartbeat(
+                worker_id="w", boot_id="b", pool="p", base_revision="r", device="cpu",
+                base_model=version.adapter.base_model.name, precision={"adapters": each},
+            )
+            for each in adapters
+        )  # fmt: skip
+        statuses = [WorkerStatus(heartbeat=beat, silent_s=0.0) for beat in beats]
+        monkeypatch.setattr(sweep, "workers", lambda: statuses)
+        sweep.copies_measure()
+        return probe_of(version).status
+
+    assert sweep_with("fp8", "bfloat16") == sweep_with() == Probe.AGREED
+    assert sweep_with("fp8", "fp8") == Probe.WAITING
+    finding({**AGREED, "probe": {"copy_nats": 0.01}})
+    assert execution.inspect_next()
+    assert sweep_with("fp8") == Probe.AGREED
+    assert not execution.inspect_next()
 
 
 @pytest.mark.usefixtures("scope", "inspector")
