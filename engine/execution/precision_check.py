@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,9 @@ class PrecisionCheck:
 
     @torch.inference_mode()
     def follow(self, before: LayerWeights, after: LayerWeights) -> None:
-        plain = {name: dense(getattr(before, name), self._dtype) for name in LINEARS}
+        plain: dict[str, Any] = {
+            name: dense(getattr(before, name), self._dtype) for name in LINEARS
+        }
         reference = replace(before, **plain)
         for kind, (hidden, residual) in self._states.items():
             names = LINEARS if kind == "all" else _KINDS.get(kind, ())
