@@ -171,3 +171,19 @@ def _show(**_: Any) -> None:
 
 def _hide(**_: Any) -> None:
     liveness.hide(_ALIVE)
+
+
+@transaction.atomic
+def version_original_set(*, version: AdapterVersion, keeps_original: bool) -> AdapterVersion:
+    """Say whether a version answers with its original even where its FP8 copy would do.
+
+    Gateways see it within half a second; running requests finish as they began.
+    """
+    rows = AdapterVersion.objects.filter(pk=version.pk).exclude(keeps_original=keeps_original)
+    if rows.update(keeps_original=keeps_original):
+        named = {"adapter": version.adapter.name, "number": version.number}
+        before = {"keeps_original": not keeps_original}
+        after = named | {"keeps_original": keeps_original}
+        record("precision_set", version, before=before, after=after)
+    version.keeps_original = keeps_original
+    return version

@@ -11,7 +11,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from controlplane.adapters import precision, promotion, retirement, services, uploads
+from controlplane.adapters import probing, promotion, retirement, services, uploads
 from controlplane.adapters.models import (
     Adapter,
     AdapterVersion,
@@ -386,7 +386,7 @@ class VersionView(TenantAPIView):
         body = VersionChangeSerializer.parsed(request)
         version = services.adapter_version_get(name=name, number=number)
         if "keeps_original" in body:
-            version = precision.version_original_set(version=version, **body)
+            version = probing.version_original_set(version=version, **body)
         return Response(VersionSerializer(version).data)
 
     @extend_schema(responses={204: None})

@@ -13,7 +13,7 @@ from django.http import Http404, HttpResponse, HttpResponseRedirect
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.adapters import downloads, precision, retirement, services
+from controlplane.adapters import downloads, probing, retirement, services
 from controlplane.adapters.models import AdapterVersion
 from controlplane.console.access import ConsoleRequest, Page, member_page
 from controlplane.console.forms import ErrorsShown
@@ -58,11 +58,11 @@ def _button(change: Callable[..., AdapterVersion], state: str) -> Page:
 undeprecate = _button(retirement.version_undeprecate, "no longer deprecated")
 retire = _button(retirement.version_retire, "retired")
 keep_original = _button(
-    functools.partial(precision.version_original_set, keeps_original=True),
+    functools.partial(probing.version_original_set, keeps_original=True),
     "answered with its original",
 )
 allow_copy = _button(
-    functools.partial(precision.version_original_set, keeps_original=False),
+    functools.partial(probing.version_original_set, keeps_original=False),
     "answered with its copy in FP8 if that is good enough",
 )
 unretire = _button(retirement.version_unretire, "ready again")
