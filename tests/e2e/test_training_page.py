@@ -58,6 +58,8 @@ def cancel_runs(client: ManagementClient) -> None:
 def test_the_pages_commands_run(system: System, client: ManagementClient, tmp_path: Path) -> None:
     assert system.tenants["acme"].adapter == "invoices"
     (tmp_path / "chats.jsonl").write_bytes((ROOT / "demo" / "data" / "acme.jsonl").read_bytes())
+    rows = re.findall(r"^```json\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    (tmp_path / "prompts.jsonl").write_text(2 * next(row for row in rows if '"lamps"' in row))
     there = {
         # Other pages have made a dataset of that name.
         "name=chats": "name=page",
@@ -83,9 +85,10 @@ def test_the_pages_commands_run(system: System, client: ManagementClient, tmp_pa
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
         printed.append([json.loads(line) for line in done.stdout.splitlines() if line])
         env["ID"] = next((each["id"] for each in printed[-1] if "hyperparameters" in each), "")
-    uploaded, grown, pulls, validated, run, schedule = printed
+    uploaded, grown, pulls, validated, rewarded, run, schedule = printed
     assert uploaded[0]["name"] == grown[0]["name"] == "page"
     assert len(pulls) == 3
     assert validated[0]["hyperparameters"]["validation_share"] == 0.1
+    assert rewarded[1]["hyperparameters"]["grader"]["type"] == "multi"
     assert [each["status"] for each in run] == ["queued", "queued", "cancelled"]
     assert schedule[0]["window"] == "22:00-06:00"
