@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from contract.adapters.draft_heads import is_head_tensor
 from contract.training.job import Hyperparameters
 from engine.training.checkpoint import Checkpoint
 
@@ -129,7 +130,9 @@ def save_peft(tensors: Mapping[str, torch.Tensor], hyper: Hyperparameters, folde
         task_type=TaskType.CAUSAL_LM,
         r=hyper.rank,
         lora_alpha=int(hyper.alpha) if hyper.alpha == int(hyper.alpha) else hyper.alpha,
-        target_modules=sorted({name.split(".")[-3] for name in tensors}),
+        target_modules=sorted(
+            {name.split(".")[-3] for name in tensors if not is_head_tensor(name)}
+        ),
         inference_mode=True,
     ).save_pretrained(folder)
     # Each in memory of its own, as the library demands.

@@ -153,7 +153,7 @@ def test_four_bits_of_the_bench(base: Path, tmp_path: Path) -> None:
             wanted, matrix = getattr(before, name), getattr(after, name)
             assert isinstance(matrix, Int4Matrix)
             assert matrix.group == GROUP
-            step = matrix.scale.float().repeat_interleave(GROUP, dim=1)
+            step = matrix.scale.T.float().repeat_interleave(GROUP, dim=1)
             error = (wanted - matrix.dense()).abs()
             # The largest of a group may be cut off at 7 of 7.5 steps, and scales are rounded.
             assert (error <= step * 0.55).all()
