@@ -13,6 +13,7 @@ from typing import Any
 
 MAX_CHARS = 1000
 _MAX_DEPTH = 40
+_MAX_NUMBER = 1e300
 _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,7 +55,8 @@ class Formula:
         parts: list[Any]
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-                float(value)
+                if abs(value) > _MAX_NUMBER:
+                    raise ValueError("has a number that is too large")
                 return
             case ast.Name(id=name) if name in names:
                 return
