@@ -144,7 +144,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--precision", choices=[*set(PRECISIONS) - {"int4"}], default="bf16")
+    parser.add_argument(
+        "--precision", choices=[name for name in PRECISIONS if name != "int4"], default="bf16"
+    )
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--step-tokens", type=int, nargs="+", help="DashConfig.max_step_tokens")

@@ -6,12 +6,13 @@ each token changes its head's state S [key width, value width] to
     exp(g) S + k u,    u = beta (v - exp(g) S^T k),    and reads S^T q
 
 q, k and v come out of a convolution over the last few tokens. A chunk's u are found together: they
-solve a triangular system (arXiv:2406.06484). All is plain torch, in
-fp32 at least, and differentiable.
+solve a triangular system (arXiv:2406.06484). All is plain torch, in fp32 at least, and
+differentiable.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class DeltaShape(NamedTuple):
     @property
     def state_size(self) -> int:
         """Return the numbers that a layer keeps of a sequence."""
-        return (self.kernel - 1) * self.widths[0] + self.num_values * self.key_dim * self.value_dim
+        return math.prod(self.window) + math.prod(self.matrix)
 
 
 class DeltaWeights(NamedTuple):

@@ -1,8 +1,8 @@
 """Weights in 4 bits: whole numbers 0 to 15, with a scale and a zero for each group of columns.
 
-A weight is (number - zero) * scale; activations stay as they are (W4A16). A product of few rows is
-bound by the bytes of the weight, so its kernel unpacks them as it multiplies. For many rows the
-weight is unpacked once, and the library multiplies.
+A weight is (number - zero) * scale; activations stay as they are (W4A16). For few rows a kernel
+unpacks the weight as it multiplies, which takes longer than to read it. For many rows the weight is
+unpacked once, and the library multiplies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl, use_triton
 #: Numbers in one int32: the first is in the lowest bits.
 PACKED = 8
 
-# Rows of x up to which the weight is unpacked inside the product, and of a weight that is not wide.
-_FEW_ROWS, _SOME_ROWS = 64, 128
+# Rows of x up to which the weight is unpacked inside the product: of one that is wider than tall,
+# and of others, which have enough programs for more.
+_FEW_ROWS_WIDE, _FEW_ROWS = 64, 128
 
 # Height from which on programs of 64 rows fill a GPU.
 _TALL = 1 << 14
@@ -236,19 +237,12 @@ def _tile(block_t: int, height: int) -> tuple[int, int, int]:
     return (64 if height >= _TALL else 32), 4, 4
 
 
-def int4_few_rows_triton(
-    x: torch.Tensor,
-    weight: Int4Matrix,
-    *,
-    block_n: int = 0,
-    block_k: int = 0,
-) -> torch.Tensor:
+def int4_few_rows_triton(x: torch.Tensor, weight: Int4Matrix) -> torch.Tensor:
     """x [T, K] contiguous -> x W^T [T, N]; each weight is rounded to x's type."""
     num_tokens, (height, width) = x.shape[0], weight.shape
     out = torch.empty(num_tokens, height, dtype=x.dtype, device=x.device)
     block_t = min(128, max(16, next_power_of_2(num_tokens)))
-    rows, num_warps, num_stages = _tile(block_t, height)
-    block_n, block_k = block_n or rows, block_k or 256 // x.element_size()
+    block_n, num_warps, num_stages = _tile(block_t, height)
     _few_rows_kernel[(ceil_div(height, block_n), ceil_div(num_tokens, block_t))](
         x_ptr=x,
         packed_ptr=weight.packed,
@@ -264,7 +258,7 @@ def int4_few_rows_triton(
         GROUP=weight.group,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        BLOCK_K=_block(weight, block_k),
+        BLOCK_K=_block(weight, 256 // x.element_size()),
         STAGES=num_stages,
         num_warps=num_warps,
     )
@@ -276,7 +270,7 @@ def int4_linear(
 ) -> torch.Tensor:
     """x [T, K] -> x W^T + b [T, N]"""
     height, width = weight.shape
-    few = _SOME_ROWS if height >= width else _FEW_ROWS
+    few = _FEW_ROWS if height >= width else _FEW_ROWS_WIDE
     if use_triton(x) and x.shape[0] <= few and _block(weight, _LEAST_BLOCK) == _LEAST_BLOCK:
         out = int4_few_rows_triton(x, weight)
         return out if bias is None else out.add_(bias)

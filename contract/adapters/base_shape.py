@@ -100,7 +100,7 @@ class BaseShape:
             is_tied=facts.is_tied if tied is None else bool(tied),
             biased=facts.biased(config),
             fuses=facts.fuses,
-            has_images=has_images(outer) or facts.is_seen,
+            has_images=has_images(outer) or facts.has_image_names,
             linears=dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True)),
             delta_linears=dict(zip((DELTA_OUT, *DELTA_IN, *facts.mlp), delta, strict=True))
             if delta_layers

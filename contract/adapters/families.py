@@ -51,7 +51,7 @@ class Facts:
     defaults  of fields that a text_config may leave out
     fuses     linears that the family has as one, side by side: QKV, or gate and up
     is_gated  whether q_proj has a gate beside each head's q
-    is_seen   whether checkpoints and adapters may have the names of the model with images
+    has_image_names  whether checkpoints and adapters may have the names of the model with images
     mlp       the linears of a layer's MLP that adapters may change; none of routed experts
     inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
@@ -63,7 +63,7 @@ class Facts:
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fuses: tuple[tuple[str, ...], ...] = ()
     is_gated: bool = False
-    is_seen: bool = False
+    has_image_names: bool = False
     mlp: tuple[str, ...] = MLP
     inner: str = "intermediate_size"
     delta_interval: int | None = None
@@ -147,7 +147,7 @@ FAMILIES = {
     "qwen3_5_text": Facts(
         head_dim=256,
         is_gated=True,
-        is_seen=True,
+        has_image_names=True,
         delta_interval=4,
         biases=(_ATTENTION,),
         defaults={
@@ -165,7 +165,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Facts(
         head_dim=256,
         is_gated=True,
-        is_seen=True,
+        has_image_names=True,
         delta_interval=4,
         mlp=SHARED,
         inner="shared_expert_intermediate_size",

@@ -112,11 +112,6 @@ class Hyperparameters:
         """Rows of tokens of a dataset's row: two of a pair."""
         return 2 if self.method == "dpo" else 1
 
-    @property
-    def row_kind(self) -> str:
-        """The kind of the rows that the method takes, as `row_messages.Row` names it."""
-        return {"dpo": "pair", "reinforcement": "prompt"}.get(self.method, "chat")
-
     def most_tokens(self, prompt_tokens: int) -> int:
         """Return the most tokens that are trained on of a row, whose own are given."""
         if self.samples is None or self.max_tokens is None:

@@ -53,8 +53,7 @@ class BaseWeights:
     """Reads the decoder's weights. Loader threads may call it while the engine steps."""
 
     def __init__(self, model: ModelConfig, source: FusedWeights) -> None:
-        self._source = source
-        self._model = model
+        self._source, self._model = source, model
 
     def _place(self, site: Site) -> tuple[str, int, int]:
         """Return the fused matrix that a projection lies in, and which rows it is."""

@@ -186,13 +186,12 @@ class FineTuningJobBody(Body):
             given["grader"] = self.method.reinforcement.grader
         if self.seed is not None:
             given["seed"] = self.seed
-        extras = self.lorikeet or {}
         return JobForm(
             model=self.model,
             training_file=self.training_file,
             validation_file=self.validation_file,
             suffix=self.suffix,
-            hyperparameters=given | extras,
+            hyperparameters=given | (self.lorikeet or {}),
             place=f"method.{method}.hyperparameters" if of_method else "hyperparameters",
             metadata=self.metadata,
         )

@@ -201,11 +201,8 @@ def _samples(rollout: _Rollout) -> Samples:
     flat = rollout.flat
     rewards = torch.tensor(rollout.rewards.rewards, dtype=torch.float64)
     lengths = [len(answer.token_ids) for _, answer in flat]
-    starts = (
-        [rollout.scores[place][-length:] for place, length in enumerate(lengths)]
-        if (rollout.scores)
-        else []
-    )
+    # Nothing is scored under the start for validation.
+    starts = [rollout.scores[place][-lengths[place] :] for place in sorted(rollout.scores)]
     groups = rewards.view(len(rollout.prompts), -1)
     figures = {
         "reward": float(rewards.mean()),
