@@ -4,9 +4,10 @@ Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention,
 SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
 gate/up and SiLU * mul are one launch. The biases and the norms of each head that other families
 than Llama have ride along in these; a norm after attention or MLP, a LayerNorm and a norm of all
-heads are launches of their own. Adapters add a shrink and an expand beside each of the four matrix
-products, on a stream of their own; whoever reads the product adds the two. Nothing here waits for
-the device, so a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
+heads are launches of their own. Experts take five in the place of the last three. Adapters add a
+shrink and an expand beside each of the four matrix products, on a stream of their own; whoever reads
+the product adds the two. Nothing here waits for the device, so a pass can be captured in a CUDA
+graph (engine/execution/decode_graphs.py).
 
 Where a matrix is in FP8, whoever writes its input quantises it, and whoever reads the product
 applies the scales; after the attention a launch of its own quantises. Adapters read the input as it
@@ -30,6 +31,7 @@ from engine.model.weights import LayerWeights, Matrix, Weights
 from kernels import LoraExtras, PageLayout, Projection
 from kernels.attention_decode import attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.experts.grouped import Shared, expert_mlp_triton
 from kernels.fp8 import (
     Activation,
     Fp8Matrix,
@@ -55,6 +57,7 @@ from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul
 
 QKV = (Projection.Q, Projection.K, Projection.V)
 GATE_UP = (Projection.GATE, Projection.UP)
+DOWN = (Projection.DOWN,)
 
 # Number of rows from which a pass is bound by its products, not by reading the weights.
 _LONG = 512
@@ -147,14 +150,20 @@ class GpuModel:
                 attended = Activation(attended.given[batch.sample_rows])
                 residual = residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
-                batch = replace(batch, plan=batch.sample_plan, extras=extras)
+                slots = batch.slots[batch.sample_rows]
+                batch = replace(batch, plan=batch.sample_plan, extras=extras, slots=slots)
             inner = attended if attended.fp8 else _quantized(attended.given, layer.o)
             linear = _Linear(layer.o, layer.o_bias, layer.attention_out_norm)
             between = None if plan.is_parallel else (layer.mlp_norm, layer.gate_up)
             read, residual = self._residual_linear(
                 batch, index, Projection.O, inner, linear, residual, between
             )
-            inner = self._mlp(batch, index, layer, normed if plan.is_parallel else read)
+            read = normed if plan.is_parallel else read
+            if layer.experts is not None:
+                made = self._mix(batch, index, layer, read.given)
+                normed, residual = self._add(batch, _Product(made), residual, after)
+                continue
+            inner = self._mlp(batch, index, layer, read)
             linear = _Linear(layer.down, layer.down_bias, layer.mlp_out_norm)
             normed, residual = self._residual_linear(
                 batch, index, Projection.DOWN, inner, linear, residual, after
@@ -299,20 +308,34 @@ class GpuModel:
 
         norm  None: nobody reads the sum's norm
         """
-        eps, (weight, bias, out_norm) = self._plan.eps, linear
+        weight, bias, out_norm = linear
         is_long = x.num_rows >= _LONG and bias is None and batch.extras is None
         is_long = is_long and out_norm is None
         onto = residual if is_long and isinstance(weight, torch.Tensor) else None
         product = self._linear_with_lora(batch, index, (projection,), x, weight, bias, onto)
         if out_norm is not None:
-            product = _Product(norm_triton(_total(product), out_norm, eps)[0].given)
+            product = _Product(norm_triton(_total(product), out_norm, self._plan.eps)[0].given)
+        return self._add(batch, product, None if onto is not None else residual, norm)
+
+    def _add(
+        self,
+        batch: GpuBatch,
+        product: _Product,
+        residual: torch.Tensor | None,
+        norm: _Norm | None,
+    ) -> tuple[Activation, torch.Tensor]:
+        """Return (the sum's norm, the sum) of a product and the residual.
+
+        residual  None: the product has been added to it
+        norm      None: nobody reads the sum's norm
+        """
         if norm is None or norm[0] is None or self._plan.is_centred:
             total = _total(product)
-            total = total if onto is not None else residual + total
+            total = total if residual is None else residual + total
             return Activation(total) if norm is None else self._normed(batch, total, norm), total
         out, delta, scales = product
-        readers = _readers(batch, norm[1])
-        if onto is None:
+        eps, readers = self._plan.eps, _readers(batch, norm[1])
+        if residual is not None:
             return norm_triton(
                 out, norm[0], eps, residual=residual, delta=delta, scales=scales, **readers
             )
@@ -328,6 +351,20 @@ class GpuModel:
         if self._plan.is_centred:
             x = x - x.mean(-1, keepdim=True)
         return norm_triton(x, weight, self._plan.eps, **_readers(batch, reader))[0]
+
+    def _mix(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, E] -> what experts make of it, and the MLP beside them, [T, E]"""
+        assert layer.experts is not None and self._plan.experts is not None
+        shared = None
+        if layer.experts.shared_gate is not None:
+            inner = self._mlp(batch, index, layer, Activation(x))
+            product = self._linear_with_lora(batch, index, DOWN, inner, layer.down)
+            shared = Shared(product.base, product.delta)
+        return expert_mlp_triton(
+            x, layer.experts, self._plan.experts, slots=batch.slots, shared=shared
+        )
 
     def _mlp(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
         """Return the input of the down projection, [T, I]."""

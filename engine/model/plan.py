@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def on_a_cpu_alone(self) -> str:
-        """Return the part of the layers without kernels for a GPU; empty: there is none."""
+        """Return the part of the layers that is trained on a CPU alone; empty: there is none."""
         if self.delta is not None:
             return "gated delta nets"
         return "" if self.experts is None else "experts"

@@ -194,7 +194,9 @@ FAMILIES["qwen3_5_moe"] = (
     },
 )
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
+ON_A_GPU = [name for name in FAMILIES if not name.startswith("qwen3_5")]
+#: Those of them whose linears may be quantised.
+IN_FP8 = [name for name in ON_A_GPU if not name.startswith("qwen3_moe")]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
