@@ -3,21 +3,22 @@
     python -m bench.engine --batch 64 --adapters 64 --rank 16        # one case
     python -m bench.engine --suite targets --out targets.json       # the whole table
     python -m bench.engine --suite precision --out precision.json   # in each of PRECISIONS
+    python -m bench.engine --shape qwen3-30b-a3b --suite short      # a few of its rows
     ... --profile                                                    # kernels of a step, by time
 
-The model has Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of
-32 random tokens and generates 256 greedy tokens for each, without an end token; its ms_step is the
-wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill case adds 16
-prompts of 1024 tokens and generates one token for each; if it has adapters, it alternates with the
-base. A first case generates one token for prompts of --prompt tokens; its figure is the time in ms.
-Adapters are PEFT folders with random tensors on all seven projections, registered and loaded before
-the clock starts. Those of one rank share two folders under many digests, each with pages of its
-own. Every finished case is printed and written to --out at once, so that an interrupted run keeps
-its results.
+The model has the shape of Llama-3.1-8B, or of --shape, with random bf16 weights. A decode case adds
+`batch` requests of 32 random tokens and generates 256 greedy tokens for each, without an end token;
+its ms_step is the wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill
+case adds 16 prompts of 1024 tokens and generates one token for each; if it has adapters, it
+alternates with the base. A first case generates one token for prompts of --prompt tokens; its
+figure is the time in ms. Adapters are PEFT folders with random tensors on all linears that may have
+them, registered and loaded before the clock starts. Those of one rank share two folders under many
+digests, each with pages of its own. Every finished case is printed and written to --out at once, so
+that an interrupted run keeps its results.
 
-The floor is the time to read once what a step must read (weights without the embedding, each
-distinct adapter, half the final KV) at the copy bandwidth measured in the same run, or the time of
-the products at the measured rate if that is longer.
+The floor is the time to read once what a step must read (weights without the embedding, of experts
+those that random choices touch, each distinct adapter, half the final KV) at the copy bandwidth
+measured in the same run, or the time of the products at the measured rate if that is longer.
 """
 
 from __future__ import annotations
@@ -270,15 +271,21 @@ class Bench:
     def floor_ms(self, case: Case, host: dict[str, Any]) -> float:
         """Return the least time of a decode step, as the module's docstring defines it."""
         model = self.model
-        per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
-        params = model.num_layers * per_layer + model.vocab_size * model.hidden_size
-        per_rank = model.num_layers * sum(map(sum, model.projection_widths))
+        widths, experts = model.projection_widths, model.plan.experts
+        changed = [widths[projection] for projection in model.linears(0).values()]
+        read = used = sum(n_in * n_out for n_in, n_out in changed)
+        if experts is not None:
+            one = 3 * model.hidden_size * experts.inner
+            idle = (1 - experts.chosen / experts.num) ** case.batch  # if tokens choose at random
+            read += experts.num * (model.hidden_size + round((1 - idle) * one))
+            used += experts.num * model.hidden_size + experts.chosen * one
+        last = model.vocab_size * model.hidden_size
         kv = 2 * model.num_layers * model.kv_size * (PROMPT_TOKENS + NEW_TOKENS // 2)
-        adapters = case.total_rank * per_rank
-        num_bytes = 2 * (params + adapters + case.batch * kv)
-        read = num_bytes / host["copy_tb_s"] / 1e9
-        compute = 2 * params * case.batch / host["matmul_tflop_s"] / 1e9
-        return round(max(read, compute), 2)
+        adapters = case.total_rank * model.num_layers * sum(map(sum, changed))
+        num_bytes = 2 * (model.num_layers * read + last + adapters + case.batch * kv)
+        products = 2 * case.batch * (model.num_layers * used + last)
+        took: float = max(num_bytes / host["copy_tb_s"], products / host["matmul_tflop_s"])
+        return round(took / 1e9, 2)
 
     def profile(self, case: Case, num_steps: int = 8) -> None:
         """Print the kernels of a few decode steps (or of a prefill), the slowest first."""
@@ -331,6 +338,14 @@ def precision_suite(name: str) -> Iterator[Case]:
     ]
     yield from of_base if "adapters" not in name else ()
     yield from of_adapters if "kv" not in name else ()
+
+
+def short_suite() -> Iterator[Case]:
+    """Yield a few rows, the base of each batch before its adapters."""
+    for adapters in (0, 16):
+        yield Case(kind="prefill", batch=16, adapters=adapters)
+    for batch, adapters in ((1, 0), (1, 1), (16, 0), (16, 16), (64, 0), (64, 64)):
+        yield Case(kind="decode", batch=batch, adapters=adapters)
 
 
 def suite() -> Iterator[Case]:
@@ -429,7 +444,7 @@ def write_report(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--suite", choices=["targets", "precision"])
+    parser.add_argument("--suite", choices=["targets", "precision", "short"])
     parser.add_argument("--precision", choices=PRECISIONS, help="one of a suite's; default: bf16")
     parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
@@ -465,6 +480,8 @@ def main() -> None:
     def cases_of(name: str) -> list[Case]:
         if arguments.suite == "precision":
             return list(precision_suite(name))
+        if arguments.suite == "short":
+            return list(short_suite())
         return list(suite()) if arguments.suite else [*bases, case]
 
     host = provenance(arguments.device)

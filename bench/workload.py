@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from engine.adapters.plan import PROJECTION_NAMES
 from engine.model.config import ModelConfig
 from engine.model.weights import LINEARS, LayerWeights, Weights
+from kernels.experts import ExpertWeights
 from kernels.int4 import Int4Matrix
 
 # config.json of models with random weights.
@@ -48,7 +49,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES["tiny-wide"] = SHAPES["tiny"] | {"vocab_size": 49152}
-ALL_PROJECTIONS = tuple(range(len(PROJECTION_NAMES)))
+SHAPES["qwen3-30b-a3b"] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES["tiny-experts"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -60,24 +85,32 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
     """Make random weights of the model's shape that keep activations near one."""
 
-    def matrix(height: int, width: int) -> torch.Tensor:
-        return torch.empty(height, width, device=device, dtype=dtype).normal_(0, width**-0.5)
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype).normal_(0, shape[-1] ** -0.5)
 
-    ones = torch.ones(model.hidden_size, device=device, dtype=dtype)
-    hidden, inner = model.hidden_size, model.intermediate_size
+    def layer(index: int) -> LayerWeights:
+        shape = model.plan.experts if index in model.plan.expert_layers else None
+        inner, experts = model.intermediate_size, None
+        if shape is not None:
+            inner, stacks = 0, ((2 * shape.inner, hidden), (hidden, shape.inner))
+            gate_up, down = (matrix(shape.num, *stack) for stack in stacks)
+            experts = ExpertWeights(matrix(shape.num, hidden), gate_up, down)
+        return LayerWeights(
+            attention_norm=ones,
+            qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
+            o=matrix(hidden, model.q_size),
+            mlp_norm=ones,
+            gate_up=matrix(2 * inner, hidden),
+            down=matrix(hidden, inner) if inner else ones.new_empty(hidden, 0),
+            qk_norm=None if model.plan.qk_norm is None else ones.new_ones(2, model.head_dim),
+            experts=experts,
+        )
+
+    hidden = model.hidden_size
+    ones = torch.ones(hidden, device=device, dtype=dtype)
     return Weights(
         embedding=matrix(model.vocab_size, hidden),
-        layers=tuple(
-            LayerWeights(
-                attention_norm=ones,
-                qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
-                o=matrix(hidden, model.q_size),
-                mlp_norm=ones,
-                gate_up=matrix(2 * inner, hidden),
-                down=matrix(hidden, inner),
-            )
-            for _ in range(model.num_layers)
-        ),
+        layers=tuple(map(layer, range(model.num_layers))),
         norm=ones,
         lm_head=matrix(model.vocab_size, hidden),
     )
@@ -94,11 +127,11 @@ def in_4_bits(weights: Weights, group: int = 128) -> Weights:
         zero = torch.full(scale.shape, 8, dtype=torch.uint8, device=dense.device)
         return Int4Matrix(packed.to(torch.int32), scale, zero)
 
-    layers = [
-        replace(layer, **{name: matrix(getattr(layer, name)) for name in LINEARS})
-        for layer in weights.layers
-    ]
-    return replace(weights, layers=tuple(layers))
+    def packed(layer: LayerWeights) -> LayerWeights:
+        changed: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in LINEARS}
+        return replace(layer, **changed)
+
+    return replace(weights, layers=tuple(map(packed, weights.layers)))
 
 
 def save_random_adapter(
@@ -107,14 +140,17 @@ def save_random_adapter(
     *,
     rank: int,
     seed: int,
-    projections: Sequence[int] = ALL_PROJECTIONS,
+    projections: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Path:
     """Write a PEFT folder with random A and B of `rank` on some linears of every layer.
 
+    projections  None: all that adapters of the model may change
     device  draws the numbers; a GPU is faster
     """
+    if projections is None:
+        projections = tuple(model.linears(0).values())
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -5,9 +5,9 @@ SiLU * mul, down. In a long pass o and down add themselves to the residual insid
 gate/up and SiLU * mul are one launch. The biases and the norms of each head that other families
 than Llama have ride along in these; a norm after attention or MLP, a LayerNorm and a norm of all
 heads are launches of their own. Experts take five in the place of the last three. Adapters add a
-shrink and an expand beside each of the four matrix products, on a stream of their own; whoever reads
-the product adds the two. Nothing here waits for the device, so a pass can be captured in a CUDA
-graph (engine/execution/decode_graphs.py).
+shrink and an expand beside each of the four matrix products, on a stream of their own; whoever
+reads the product adds the two. Nothing here waits for the device, so a pass can be captured in a
+CUDA graph (engine/execution/decode_graphs.py).
 
 Where a matrix is in FP8, whoever writes its input quantises it, and whoever reads the product
 applies the scales; after the attention a launch of its own quantises. Adapters read the input as it

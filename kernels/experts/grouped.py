@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the MLP that all tokens go through makes of x.
+    """The output of the MLP that all tokens go through.
 
     made   [T, E]
     delta  [T, E], added to it; None: nothing

@@ -21,7 +21,7 @@ def make(
     generator = torch.Generator().manual_seed(num_tokens)
 
     def draw(*size: int) -> torch.Tensor:
-        drawn = torch.randn(size, generator=generator) * size[-1] ** -0.5
+        drawn = torch.randn(size, generator=generator) / torch.tensor(size[-1]).sqrt()
         return drawn.to(dtype).to(device)
 
     num, inner = shape.num, shape.inner

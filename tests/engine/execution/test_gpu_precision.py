@@ -39,7 +39,7 @@ MEAN_TOLERANCE = 0.06
 
 
 def families(*quick: str) -> list[Any]:
-    """Every family that a GPU serves in FP8; the interpreter is slow, so there all but a few are long."""
+    """All that a GPU serves in FP8; the interpreter is slow, so there all but a few are long."""
     return [
         name if DEVICE == "cuda" or name in quick else pytest.param(name, marks=pytest.mark.long)
         for name in IN_FP8
