@@ -6,11 +6,12 @@ whether it fits, here and at upload.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contract.adapters.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape, Experts
 from contract.adapters.draft_heads import DraftHead
 from contract.adapters.families import FUSED
 from contract.adapters.fit import AdaptedMatrix, fit_adapter
@@ -19,18 +20,26 @@ from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
+from kernels import Projection
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
 EMBEDDING, HEAD = 8, 9
+_EXPERTS = re.compile(
+    r"model\.layers\.(?P<layer>[0-9]+)\.mlp\.experts\.(?:(?P<expert>[0-9]+)\.)?(?P<name>[a-z_]+)"
+)
 
 
 class Site(NamedTuple):
-    """One matrix of the base: a projection of a layer, or EMBEDDING or HEAD."""
+    """One matrix of the base: a projection of a layer, or EMBEDDING or HEAD.
+
+    expert  of the layer, whose matrix it is; None: of none
+    """
 
     layer: int
     projection: int
+    expert: int | None = None
 
     def widths(self, model: ModelConfig) -> tuple[int, int]:
         """Return (in, out) of the matrix; the embedding's `in` is the vocabulary."""
@@ -38,11 +47,13 @@ class Site(NamedTuple):
             return model.vocab_size, model.hidden_size
         if self.projection == HEAD:
             return model.hidden_size, model.vocab_size
+        if self.expert is not None:
+            return model.expert_widths[self.projection]
         return model.widths(self.layer)[self.projection]
 
     def has_bias(self, model: ModelConfig) -> bool:
         """Return whether the base adds a bias to the product."""
-        if self.projection >= EMBEDDING:
+        if self.projection >= EMBEDDING or self.expert is not None:
             return False
         has_attention = self.layer not in model.plan.delta_layers
         mixer = *[model.qkv_bias and has_attention] * 3, model.o_bias and has_attention
@@ -59,10 +70,6 @@ class Target(AdaptedMatrix):
 
     site: Site
     rows: slice | None = None
-
-    @property
-    def layer(self) -> int:
-        return self.site.layer
 
     @property
     def projection(self) -> int:
@@ -108,6 +115,11 @@ class AdapterPlan:
         """All targets, in the order in which a forward pass needs them."""
         ends = (self.embedding,), self.targets, (self.head,)
         return tuple(target for part in ends for target in part if target is not None)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether it changes routed experts."""
+        return any(target.site.expert is not None for target in self.targets)
 
     @property
     def max_rank(self) -> int:
@@ -168,6 +180,8 @@ def _places(
     module: str, sites: Mapping[str, Site], model: ModelConfig
 ) -> list[tuple[Site, slice | None]]:
     """Return the projections that a module is, and each one's rows; None: all."""
+    if (found := _EXPERTS.fullmatch(module)) is not None:
+        return _expert_places(int(found["layer"]), found["expert"], found["name"], model)
     parts = next((parts for parts, name in FUSED.items() if module.endswith(name)), None)
     if parts is None:
         return [(sites[module], None)]
@@ -181,6 +195,20 @@ def _places(
     return found
 
 
+def _expert_places(
+    layer: int, expert: str | None, name: str, model: ModelConfig
+) -> list[tuple[Site, slice | None]]:
+    """Return the same of a matrix of one expert, or of all."""
+    assert model.plan.experts is not None
+    num, inner = model.plan.experts.num, model.plan.experts.inner
+    experts = range(num) if expert is None else (int(expert),)
+    if name != "gate_up_proj":
+        projection = PROJECTION_NAMES.index(name)
+        return [(Site(layer, projection, each), None) for each in experts]
+    parts = (Projection.GATE, slice(0, inner)), (Projection.UP, slice(inner, 2 * inner))
+    return [(Site(layer, part, each), rows) for each in experts for part, rows in parts]
+
+
 def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
     return Target(
         site=site,
@@ -191,6 +219,7 @@ def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
         b_name=matrix.b_name,
         magnitude=matrix.magnitude,
         bias=matrix.bias,
+        num_stacked=matrix.num_stacked,
     )
 
 
@@ -206,6 +235,7 @@ def sites_of(model: ModelConfig) -> dict[str, Site]:
 def base_shape(model: ModelConfig) -> BaseShape:
     """Describe the model as `contract.adapters.fit` needs it."""
     delta_layers = model.plan.delta_layers
+    experts, expert_layers = model.plan.experts, model.plan.expert_layers
     attention = next(i for i in range(model.num_layers) if i not in delta_layers)
     layer = {n: Site(attention, p) for n, p in model.linears(attention).items()}
     delta = {n: Site(i, p) for i in delta_layers[:1] for n, p in model.linears(i).items()}
@@ -222,4 +252,5 @@ def base_shape(model: ModelConfig) -> BaseShape:
         has_images=model.has_images,
         delta_linears={name: site.widths(model) for name, site in delta.items()},
         delta_layers=delta_layers,
+        experts=None if experts is None else Experts(experts.num, experts.inner, expert_layers),
     )

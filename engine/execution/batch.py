@@ -99,6 +99,7 @@ class BatchBuilder:
         self._table_keys: tuple[AdapterKey, ...] = ()
         self._table_entries: list[Entries] = []
         self._max_tiles = 0
+        self._has_experts: tuple[bool, ...] = ()
         self._scope = LoraScope.NONE
         self._extras: ExtrasTable | None = None
 
@@ -139,6 +140,7 @@ class BatchBuilder:
                 seg_adapter=on_device[8],
                 max_tiles=self._max_tiles,
                 extras=extras_of(sample_rows),
+                has_experts=self._has_experts,
             )
         return Batch(
             token_ids=on_device[0],
@@ -203,6 +205,7 @@ class BatchBuilder:
 
     def _build_table(self, keys: tuple[AdapterKey, ...], entries: list[Entries]) -> LoraTable:
         self._max_tiles = max(own.num_tiles for own in entries)
+        self._has_experts = tuple(own.has_experts for own in entries)
         self._scope = max(own.scope for own in entries)
         self._extras = None
         if any(own.has_extras for own in entries):
