@@ -59,8 +59,8 @@ class AdaptedMatrix:
     b_name     B [out, rank]
     magnitude  [out], of DoRA; None: plain LoRA
     bias       [out], added to B A x before it is scaled; None: there is none
-    num_stacked  experts whose matrices these are: A [experts * rank, in] has one after another, B
-                 [out, rank * experts] every so many columns
+    num_stacked  X experts whose matrices these are: A [X * rank, in] has one after another, B
+                 [out, rank * X] every X-th column
     """
 
     rank: int
@@ -123,7 +123,9 @@ def base_for(config: LoraConfig, names: Iterable[str], base: BaseShape) -> BaseS
     if config.target_parameters:
         return dataclasses.replace(base, expert_form="stacked")
     # PEFT stacks single experts' of families that had them so, which none with a shared one had.
-    is_apart = any(map(_is_of_one_expert, keys)) and not any("mlp." in each for each in base.linears)
+    is_apart = any(map(_is_of_one_expert, keys)) and not any(
+        "mlp." in each for each in base.linears
+    )
     return dataclasses.replace(base, expert_form="apart") if is_apart else base
 
 
@@ -179,8 +181,9 @@ class _Fitting:
         named = frozenset(config.target_parameters)
         stacks = {way for way, module in ways.items() if _is_stack(module)}
         parameters = {way for way in stacks if is_listed(way, named)}
-        unknown = [name for name in named if not any(is_listed(each, {name}) for each in stacks)]
-        for name in sorted(unknown):
+        for name in sorted(named):
+            if any(is_listed(stack, frozenset((name,))) for stack in stacks):
+                continue
             known = " and ".join(STACKED) if stacks else "none"
             message = f"{shown(name)} cannot be adapted; of the base model these can: {known}"
             self._complain("target_parameters", message)
@@ -256,19 +259,20 @@ class _Fitting:
             if getattr(config, field):
                 self._complain(field, "it is not supported over experts: train without it")
         if base.expert_form == "stacked":
-            widths = {name: base.linears_of(base.experts.layers[0])[name] for name in STACKED}
-            for module in sorted(filter(_is_stack, adapted.targets))[:1]:
-                if any(module.endswith(n) and len({*w}) == 1 for n, w in widths.items()):
-                    message = "versions of PEFT write this base's experts in one shape, and read "
-                    self._complain("target_parameters", message + "it in two ways: train modules")
+            for module, layer, (into, out) in base.modules():
+                if module in adapted.targets and layer is not None and _is_stack(module):
+                    if into == out:
+                        message = "versions of PEFT write it in one shape, and mean two matrices"
+                        self._complain("target_parameters", f"{module}: {message}: do not train it")
+                        break
             return
         experts = {module for module in adapted.targets if ".mlp.experts." in module}
         if config.use_rslora:
             message = "PEFT scales experts otherwise once it has stacked them: train without it"
             self._complain("use_rslora", message)
         for field, own in (("rank_pattern", adapted.ranks), ("alpha_pattern", adapted.alphas)):
-            if module := next(iter(sorted(experts & own.keys())), None):
-                message = f"PEFT leaves it out for {module} once it has stacked experts: remove it"
+            if odd := next(iter(sorted(experts & own.keys())), None):
+                message = f"PEFT leaves it out for {odd} once it has stacked experts: remove it"
                 self._complain(field, message)
         gates = {module.removesuffix("gate_proj") for module in experts if "gate_proj" in module}
         ups = {module.removesuffix("up_proj") for module in experts if "up_proj" in module}

@@ -188,7 +188,7 @@ class AdapterReader:
             raise
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         plan = plan_adapter(config, shapes, self._model, file_bytes)
-        if plan.has_experts and not self._serves_experts:
+        if plan.num_experts and not self._serves_experts:
             name = next(each.a_name for each in plan.targets if each.site.expert is not None)
             raise AdapterMismatch(
                 f"tensor {name} changes routed experts, which a GPU serves without adapters: use a "

@@ -26,9 +26,7 @@ PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 # Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
 EMBEDDING, HEAD = 8, 9
-_EXPERTS = re.compile(
-    r"model\.layers\.(?P<layer>[0-9]+)\.mlp\.experts\.(?:(?P<expert>[0-9]+)\.)?(?P<name>[a-z_]+)"
-)
+_EXPERTS = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.(?:([0-9]+)\.)?([a-z_]+)")
 
 
 class Site(NamedTuple):
@@ -72,6 +70,10 @@ class Target(AdaptedMatrix):
     rows: slice | None = None
 
     @property
+    def layer(self) -> int:
+        return self.site.layer
+
+    @property
     def projection(self) -> int:
         return self.site.projection
 
@@ -98,6 +100,7 @@ class AdapterPlan:
                 matrix of the base: tensor's name -> matrix
     is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
     draft_heads what guesses further tokens, see `contract.adapters.draft_heads`
+    num_experts of a layer; 0: it changes none
     """
 
     targets: tuple[Target, ...]
@@ -108,6 +111,7 @@ class AdapterPlan:
     new_embedding: Replacement | None = None
     new_head: Replacement | None = None
     draft_heads: tuple[DraftHead, ...] = ()
+    num_experts: int = 0
     file_bytes: int
 
     @property
@@ -115,11 +119,6 @@ class AdapterPlan:
         """All targets, in the order in which a forward pass needs them."""
         ends = (self.embedding,), self.targets, (self.head,)
         return tuple(target for part in ends for target in part if target is not None)
-
-    @property
-    def has_experts(self) -> bool:
-        """Return whether it changes routed experts."""
-        return any(target.site.expert is not None for target in self.targets)
 
     @property
     def max_rank(self) -> int:
@@ -163,6 +162,7 @@ def plan_adapter(
     ]
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
     new_embedding, new_head = replacements(fitted)
+    of_experts = any(target.site.expert is not None for target in targets)
     return AdapterPlan(
         targets=tuple(target for target in targets if target.projection < EMBEDDING),
         embedding=ends.get(EMBEDDING),
@@ -172,6 +172,7 @@ def plan_adapter(
         new_embedding=new_embedding,
         new_head=new_head,
         draft_heads=fitted.draft_heads,
+        num_experts=0 if model.plan.experts is None or not of_experts else model.plan.experts.num,
         file_bytes=file_bytes,
     )
 
@@ -180,8 +181,10 @@ def _places(
     module: str, sites: Mapping[str, Site], model: ModelConfig
 ) -> list[tuple[Site, slice | None]]:
     """Return the projections that a module is, and each one's rows; None: all."""
-    if (found := _EXPERTS.fullmatch(module)) is not None:
-        return _expert_places(int(found["layer"]), found["expert"], found["name"], model)
+    of_experts = _EXPERTS.fullmatch(module)
+    if of_experts is not None:
+        layer, expert, name = of_experts.groups()
+        return _expert_places(int(layer), expert, name, model)
     parts = next((parts for parts, name in FUSED.items() if module.endswith(name)), None)
     if parts is None:
         return [(sites[module], None)]

@@ -322,11 +322,9 @@ def place_tiles(
     """
     tile_rows = min(TILE_ROWS, layout.page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
-    experts = model.plan.experts if plan.has_experts else None
-    num_experts = 0 if experts is None else experts.num
     num_entries = model.num_layers * NUM_PROJECTIONS
     num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
-    shape = num_entries * (1 + num_experts), num_parts, num_tiles
+    shape = num_entries * (1 + plan.num_experts), num_parts, num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
@@ -334,7 +332,7 @@ def place_tiles(
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
     for target in plan.targets:
-        entry = entry_of(target.site, model.num_layers, num_experts)
+        entry = entry_of(target.site, model.num_layers, plan.num_experts)
         counts = [min(tile_rows, target.rank - first) for first in range(0, target.rank, tile_rows)]
         rows[entry, : len(counts)] = counts
         scale[entry, : len(counts)] = target.scaling
@@ -356,7 +354,7 @@ def place_tiles(
         num_pages=num_pages,
         tail_sub_pages=tail_sub_pages,
         **_in_pairs(a_offset, b_offset, rows, scale),
-        num_experts=num_experts,
+        num_experts=plan.num_experts,
         per_element=layout.tile_per_element,
         gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
