@@ -61,10 +61,9 @@ def make_inputs(
     """
     device, num_rows = query_start.device, len(read)
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    ends = query_start[1:]
-    row = torch.searchsorted(ends, tokens, right=True, out_int32=True)
     if chunk is None:
-        return DeltaInputs(query_start, row, read, write)
+        return DeltaInputs(query_start, tokens, read, write)
+    row = torch.searchsorted(query_start[1:], tokens, right=True, out_int32=True)
     lengths = query_start.diff()
     counts = torch.where(lengths > 1, (lengths + chunk - 1) // chunk, 0)
     after = counts.cumsum(0, dtype=torch.int32)
@@ -78,10 +77,11 @@ def make_inputs(
 
 
 def is_aligned(shape: DeltaShape, page: int) -> bool:
-    """Return whether no row of a head's matrix crosses the border of a page of `page` numbers."""
+    """Return whether a head's matrix lies in two pages at most, and each of its rows in one."""
     width = shape.value_dim
     sizes = page, shape.state_size, shape.window[0] * shape.window[1]
-    return width % 4 == 0 and all(size % width == 0 for size in sizes)
+    is_short = shape.key_dim * width <= page
+    return is_short and width % 4 == 0 and all(size % width == 0 for size in sizes)
 
 
 @jit()
@@ -103,12 +103,15 @@ def matrix_places(
     IS_ALIGNED: tl.constexpr,
 ):
     """Return where a head's matrix [k, v] lies in the arena, and which of its numbers are there."""
-    if IS_ALIGNED:  # a page for each row, so that its numbers are loaded together
-        row = place_of(pages_ptr, first + k * DV, k < DK, PAGE)
-        live = (row >= 0)[:, None] & (v < DV)[None, :]
-        place = tl.multiple_of(tl.maximum(row, 0), 4)[:, None] + v[None, :]
+    inside = (k < DK)[:, None] & (v < DV)[None, :]
+    if IS_ALIGNED:  # so that a row's numbers are loaded together, with few addresses in registers
+        page = tl.load(pages_ptr + first // PAGE)
+        next_page = tl.load(pages_ptr + (first + DK * DV - 1) // PAGE)
+        row = first % PAGE + k * DV
+        row = tl.where(row < PAGE, page * PAGE, next_page * PAGE - PAGE) + row
+        place = tl.multiple_of(row, 4)[:, None] + v[None, :]
+        live = inside & (page >= 0)
     else:
-        inside = (k < DK)[:, None] & (v < DV)[None, :]
         place = place_of(pages_ptr, first + k[:, None] * DV + v[None, :], inside, PAGE)
         live = place >= 0
     return place, live

@@ -15,7 +15,7 @@ EPS, LAYER, NUM_LAYERS = 1e-3, 1, 2
 # Rows of a head's matrix that cross pages, and ones that do not.
 SHAPES = {
     "crossing": (DeltaShape(num_keys=2, num_values=4, key_dim=5, value_dim=20, kernel=3), 96),
-    "aligned": (DeltaShape(num_keys=1, num_values=2, key_dim=16, value_dim=8, kernel=4), 64),
+    "aligned": (DeltaShape(num_keys=1, num_values=2, key_dim=16, value_dim=8, kernel=4), 136),
 }
 
 
