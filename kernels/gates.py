@@ -43,7 +43,13 @@ def join_gates(
 
 @jit()
 def _load_sum(
-    base_ptr, delta_ptr, bias_ptr, place, source, mask, HAS_DELTA: tl.constexpr,
+    base_ptr,
+    delta_ptr,
+    bias_ptr,
+    place,
+    source,
+    mask,
+    HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     x = tl.load(base_ptr + place, mask=mask, other=0.0).to(tl.float32)

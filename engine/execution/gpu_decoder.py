@@ -255,9 +255,7 @@ class GpuModel:
         base, delta, scales = self._linear_with_lora(batch, index, DELTA, x, layer.qkv)
         assert self.delta and layer.delta and batch.states and scales is None
         given = Projected(base, delta)
-        return Activation(
-            self.delta.mix(batch.states, given, layer.delta, self._places[index])
-        )
+        return Activation(self.delta.mix(batch.states, given, layer.delta, self._places[index]))
 
     def _norm_all_heads(
         self, qkv: _Product, bias: torch.Tensor | None, weight: torch.Tensor

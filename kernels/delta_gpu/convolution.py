@@ -147,9 +147,7 @@ def _window_kernel(
             PAGE,
             HAS_DELTA,
         )
-        place = place_of(
-            write_ptr + s * num_pages, first + j * CHANNELS + channel, inside, PAGE
-        )
+        place = place_of(write_ptr + s * num_pages, first + j * CHANNELS + channel, inside, PAGE)
         tl.debug_barrier()  # another thread may have read what is replaced
         tl.store(arena_ptr + tl.maximum(place, 0), x, mask=place >= 0)
 

@@ -84,9 +84,7 @@ def _decode_kernel(
     gate = projected(base_ptr, delta_ptr, row + column, inside, HAS_DELTA)
     norm = tl.load(norm_ptr + v_index, mask=inside, other=0.0).to(tl.float32)
     read *= tl.rsqrt(tl.sum(read * read, axis=0) / DV + eps) * norm * gate * tl.sigmoid(gate)
-    tl.store(
-        out_ptr + token * (HV * DV) + column, read.to(out_ptr.dtype.element_ty), mask=inside
-    )
+    tl.store(out_ptr + token * (HV * DV) + column, read.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def delta_decode_triton(
