@@ -74,7 +74,8 @@ def _convolve_kernel(
     live = row < num_rows
     start = tl.load(query_start_ptr + row, mask=live, other=0)
     is_decode = tl.load(query_start_ptr + row + 1, mask=live, other=0) - start == 1
-    mask = live[:, None] & (c < tl.where(is_key, DK, DV))[None, :]
+    inside = c < (DK if DK == DV else tl.where(is_key, DK, DV))
+    mask = live[:, None] & inside[None, :]
     pages = row.to(tl.int64)[:, None] * num_pages
     total = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
     for j in tl.static_range(KERNEL):
@@ -93,7 +94,7 @@ def _convolve_kernel(
             PAGE,
             HAS_DELTA,
         )
-        w = tl.load(weight_ptr + channel * KERNEL + j, mask=c < tl.where(is_key, DK, DV), other=0.0)
+        w = tl.load(weight_ptr + channel * KERNEL + j, mask=inside, other=0.0)
         total += x * w.to(tl.float32)[None, :]
         if j > 0:
             number = first + (j - 1) * CHANNELS + channel[None, :]
@@ -170,7 +171,7 @@ def convolve_triton(
     base, delta = given
     num_tokens, channels = len(base), shape.widths[0]
     out = torch.empty(num_tokens, channels, dtype=base.dtype, device=base.device)
-    block_t = 4 if inputs.chunk_row is None else 16
+    block_t = 4 if inputs.chunk_row is None else 8
     heads = 2 * shape.num_keys + shape.num_values
     _convolve_kernel[(heads, ceil_div(num_tokens, block_t))](
         base_ptr=base,

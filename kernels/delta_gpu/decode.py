@@ -99,11 +99,13 @@ def delta_decode_triton(
     out: torch.Tensor,
     *,
     num_warps: int = 8,
+    max_registers: int = 128,
 ) -> None:
     """Mix the sequences with one new token; write their rows of out [T, value_size], no others.
 
     mixed  as `convolve_triton` returns it
     first  the number in a sequence's states with which the layer's matrices begin
+    max_registers  of a thread; with 128, two programs run on a multiprocessor
     """
     base, delta = given
     _decode_kernel[(shape.num_values, inputs.num_rows)](
@@ -132,4 +134,5 @@ def delta_decode_triton(
         BLOCK_K=next_power_of_2(shape.key_dim),
         BLOCK_V=next_power_of_2(shape.value_dim),
         num_warps=num_warps,
+        maxnreg=max_registers,
     )

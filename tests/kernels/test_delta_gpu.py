@@ -10,6 +10,7 @@ from kernels.delta_gpu.convolution import convolve_triton
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import Projected, make_inputs
 from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
+from kernels.gates import Packed, gate_heads_triton, split_gates, split_heads_triton
 
 EPS, LAYER, NUM_LAYERS = 1e-3, 1, 2
 # Rows of a head's matrix that cross pages, and ones that do not.
@@ -140,3 +141,21 @@ def test_equal_keys_without_decay_are_inverted_exactly(device: str) -> None:
     scene.given.base[:, -2 * scene.shape.num_values :] = 9.0
     scene.given = Projected(scene.given.base, torch.zeros_like(scene.given.base))
     scene.check()
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_gates_are_split_and_applied(has_more: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(1)
+    heads, kv_heads, width = 5, 2, 24
+    size = (2 * heads + 2 * kv_heads) * width
+    parts = [torch.randn(*shape).to(dtype).to(device) for shape in ((7, size), (7, size), (size,))]
+    packed = Packed(*parts[: 3 if has_more else 1])
+    total = sum((part.float() for part in parts[1:] if has_more), start=parts[0].float())
+    qkv, gate = split_gates(total, heads, width)
+    near = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {}
+    got = split_heads_triton(packed, heads, width)
+    torch.testing.assert_close(got.float(), qkv, **near)
+    attended = torch.randn(7, heads * width).to(dtype).to(device)
+    wanted = attended.float() * gate.sigmoid()
+    gate_heads_triton(attended, packed, heads, width)
+    torch.testing.assert_close(attended.float(), wanted, **near)
