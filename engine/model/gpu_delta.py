@@ -78,8 +78,9 @@ class StateTables:
 
     def inputs(self, query_start: torch.Tensor, num_tokens: int, max_new: int) -> DeltaInputs:
         """See `GpuDelta.inputs`."""
-        own = (each[: len(query_start) - 1] for each in (self._read, self._write))
-        return self._delta.inputs_of(*own, query_start, num_tokens, max_new)
+        rows = slice(len(query_start) - 1)
+        read, write = self._read[rows], self._write[rows]
+        return self._delta.inputs_of(read, write, query_start, num_tokens, max_new)
 
     def advance(self, size: int) -> None:
         """Let the next step read what this one has written."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,7 +94,7 @@ class Scene:
         untouched = self.arena.clone()
         got = self.run()
         exact = got.dtype == torch.float32
-        near = {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 0.03, "atol": 0.03}
+        near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 0.03, "atol": 0.03}
         torch.testing.assert_close(got.float(), wanted.float(), **near)
         for row, state in enumerate(states):
             found = self.state(self.write, row)
@@ -152,7 +154,7 @@ def test_gates_are_split_and_applied(has_more: bool, dtype: torch.dtype, device:
     packed = Packed(*parts[: 3 if has_more else 1])
     total = sum((part.float() for part in parts[1:] if has_more), start=parts[0].float())
     qkv, gate = split_gates(total, heads, width)
-    near = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {}
+    near: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {}
     got = split_heads_triton(packed, heads, width)
     torch.testing.assert_close(got.float(), qkv, **near)
     attended = torch.randn(7, heads * width).to(dtype).to(device)

@@ -47,7 +47,7 @@ def plain(base: Path) -> Iterator[Engine]:
 
 
 def make_gpu_engine(base: Path, num_pages: int = 96, **config: Any) -> Engine:
-    given = {"model_dir": base, **SMALL, **GPU, **config}
+    given: dict[str, Any] = {"model_dir": base, **SMALL, **GPU, **config}
     page_bytes = EngineConfig(**given).page_bytes(ModelConfig.from_folder(base))
     return Engine(EngineConfig(**{**given, "arena_bytes": num_pages * page_bytes}))
 
@@ -83,7 +83,7 @@ def test_chunks_and_preemption(base: Path, plain: Engine) -> None:
 def test_a_state_that_followed_from_a_wrong_guess_is_computed_again(
     base: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = {"temperature": 2.0, "seed": 4, "top_p": 0.95, "max_tokens": 5}
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 4, "top_p": 0.95, "max_tokens": 5}
     requests = [request("r", prompt(1, 5), **drawn), request("s", prompt(2, 7), max_tokens=6)]
     wanted = run(plain, *requests)
     monkeypatch.setattr("engine.sampling.sampler._NUM_CANDIDATES", 2)
@@ -111,7 +111,7 @@ def test_adapters_of_every_kind_in_chunks(make_oracle: MakeOracle) -> None:
 
 def test_rank_stabilised_adapters(base: Path, plain: Engine, tmp_path: Path) -> None:
     modules = targets(base, ["q_proj", "k_proj", "o_proj", "down_proj"])
-    config = {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": modules}
+    config: dict[str, Any] = {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": modules}
     engine, folder = make_gpu_engine(base), save_adapter(base, tmp_path / "rs", 3, **config)
     for each in (engine, plain):
         each.register_adapter("rs", folder)
