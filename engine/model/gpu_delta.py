@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from engine.model.config import ModelConfig
 from engine.model.delta_states import StatePages
 from kernels.delta import DeltaWeights
-from kernels.delta_gpu.convolution import convolve_triton
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import DeltaInputs, Projected, make_inputs
 from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
@@ -30,12 +27,10 @@ class GpuDelta:
     ) -> torch.Tensor:
         """Mix what the delta net `index` of all has projected -> [T, value_size]"""
         shape, arena, first = self._shape, self._arena, index * self._shape.state_size
-        mixed = convolve_triton(given, weights.convolution, arena, inputs, shape, first)
-        out = mixed.new_empty(len(mixed), shape.value_size)
-        first += math.prod(shape.window)
-        delta_decode_triton(mixed, given, weights, arena, inputs, shape, first, self._eps, out)
+        out = given.base.new_empty(len(given.base), shape.value_size)
+        delta_decode_triton(given, weights, arena, inputs, shape, first, self._eps, out)
         if inputs.chunk_row is not None:
-            delta_prefill_triton(mixed, given, weights, arena, inputs, shape, first, self._eps, out)
+            delta_prefill_triton(given, weights, arena, inputs, shape, first, self._eps, out)
         return out
 
     def inputs(

@@ -1,8 +1,8 @@
-"""The short convolution over each channel, and its memory: the last inputs.
+"""The short convolution of prompts over each channel, and its memory: the last inputs.
 
 A program takes a head of q, k or v and some tokens. Heads of q and k come out with length one, q
-also times 1 / sqrt(width). A decode's program replaces the memory that it has read. A prompt's
-first tokens read it in other programs, so that a second launch replaces it.
+also times 1 / sqrt(width). A prompt's first tokens read the memory, in other programs than its last
+ones, so that a second launch replaces it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.delta import EPS, DeltaShape
 from kernels.delta_gpu.inputs import DeltaInputs, Projected, place_of, projected
 
-_BLOCK_C = 256
+_BLOCK_T, _BLOCK_C = 8, 256
 
 
 @jit()
@@ -24,6 +24,7 @@ def past_input(
     stride,
     channel,
     is_new,
+    any_old,
     mask,
     arena_ptr,
     pages_ptr,
@@ -31,10 +32,15 @@ def past_input(
     PAGE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """Load inputs of the convolution: of tokens in this step if `is_new`, else from the memory."""
+    """Load inputs of the convolution: of tokens in this step if `is_new`, else from the memory.
+
+    any_old  False: all are new, so that no page is looked up
+    """
     x = projected(base_ptr, delta_ptr, token * stride + channel, mask & is_new, HAS_DELTA)
-    place = place_of(pages_ptr, number, mask & (is_new == 0), PAGE)
-    return x + tl.load(arena_ptr + tl.maximum(place, 0), mask=place >= 0, other=0.0)
+    if any_old:
+        place = place_of(pages_ptr, number, mask & (is_new == 0), PAGE)
+        x += tl.load(arena_ptr + tl.maximum(place, 0), mask=place >= 0, other=0.0)
+    return x
 
 
 @jit("num_tokens", "num_rows", "num_pages", "first")
@@ -48,7 +54,6 @@ def _convolve_kernel(
     token_row_ptr,
     query_start_ptr,
     read_ptr,
-    write_ptr,
     num_tokens,
     num_rows,
     num_pages,
@@ -71,12 +76,12 @@ def _convolve_kernel(
     is_key = head < 2 * HK
     channel = tl.where(is_key, head * DK, 2 * HK * DK + (head - 2 * HK) * DV) + c
     row = tl.load(token_row_ptr + t, mask=t < num_tokens, other=num_rows)
-    live = row < num_rows
-    start = tl.load(query_start_ptr + row, mask=live, other=0)
-    is_decode = tl.load(query_start_ptr + row + 1, mask=live, other=0) - start == 1
+    start = tl.load(query_start_ptr + row, mask=row < num_rows, other=0)
+    live = tl.load(query_start_ptr + row + 1, mask=row < num_rows, other=0) - start > 1
     inside = c < (DK if DK == DV else tl.where(is_key, DK, DV))
     mask = live[:, None] & inside[None, :]
     pages = row.to(tl.int64)[:, None] * num_pages
+    any_old = tl.min(t - start, axis=0) < KERNEL - 1
     total = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
     for j in tl.static_range(KERNEL):
         since = t - start + j - (KERNEL - 1)  # tokens from the first of this step; less: memory
@@ -87,6 +92,7 @@ def _convolve_kernel(
             stride,
             channel[None, :],
             (since >= 0)[:, None],
+            any_old,
             mask,
             arena_ptr,
             read_ptr + pages,
@@ -96,11 +102,6 @@ def _convolve_kernel(
         )
         w = tl.load(weight_ptr + channel * KERNEL + j, mask=inside, other=0.0)
         total += x * w.to(tl.float32)[None, :]
-        if j > 0:
-            number = first + (j - 1) * CHANNELS + channel[None, :]
-            place = place_of(write_ptr + pages, number, mask & is_decode[:, None], PAGE)
-            tl.debug_barrier()  # another thread may have read what is replaced
-            tl.store(arena_ptr + tl.maximum(place, 0), x, mask=place >= 0)
     total *= tl.sigmoid(total)
     length = tl.rsqrt(tl.sum(total * total, axis=1) + eps) * tl.where(head < HK, scale, 1.0)
     total *= tl.where(is_key, length, 1.0)[:, None]
@@ -141,6 +142,7 @@ def _window_kernel(
             stride,
             channel,
             since >= 0,
+            since < 0,
             inside,
             arena_ptr,
             read_ptr + s * num_pages,
@@ -161,19 +163,18 @@ def convolve_triton(
     shape: DeltaShape,
     first: int,
 ) -> torch.Tensor:
-    """Convolve, and keep each sequence's last inputs.
+    """Convolve prompts, and keep the last inputs of each.
 
     weight  [channels, kernel]
     arena   [P, numbers] fp32
     first   the layer's first number in a sequence's states
-    -> [T, channels] like the base's part: q and k, normed, and v
+    -> [T, channels] like the base's part: q and k, normed, and v; of prompts alone
     """
     base, delta = given
     num_tokens, channels = len(base), shape.widths[0]
     out = torch.empty(num_tokens, channels, dtype=base.dtype, device=base.device)
-    block_t = 4 if inputs.chunk_row is None else 8
     heads = 2 * shape.num_keys + shape.num_values
-    _convolve_kernel[(heads, ceil_div(num_tokens, block_t))](
+    _convolve_kernel[(heads, ceil_div(num_tokens, _BLOCK_T))](
         base_ptr=base,
         delta_ptr=base if delta is None else delta,
         stride=base.stride(0),
@@ -183,7 +184,6 @@ def convolve_triton(
         token_row_ptr=inputs.token_row,
         query_start_ptr=inputs.query_start,
         read_ptr=inputs.read,
-        write_ptr=inputs.write,
         num_tokens=num_tokens,
         num_rows=inputs.num_rows,
         num_pages=inputs.num_pages,
@@ -197,12 +197,10 @@ def convolve_triton(
         KERNEL=shape.kernel,
         PAGE=arena.shape[1],
         HAS_DELTA=delta is not None,
-        BLOCK_T=block_t,
+        BLOCK_T=_BLOCK_T,
         BLOCK_C=next_power_of_2(max(shape.key_dim, shape.value_dim)),
         num_warps=4,
     )
-    if inputs.chunk_row is None:
-        return out
     _window_kernel[(inputs.num_rows, ceil_div(channels, _BLOCK_C))](
         base_ptr=base,
         delta_ptr=base if delta is None else delta,

@@ -14,12 +14,14 @@ of a block twice as large.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from kernels.backend import jit, next_power_of_2, tl
 from kernels.delta import DeltaShape, DeltaWeights
+from kernels.delta_gpu.convolution import convolve_triton
 from kernels.delta_gpu.inputs import (
     DeltaInputs,
     Projected,
@@ -208,7 +210,7 @@ def _prefill_kernel(
 
 
 class _Chunks(NamedTuple):
-    """What the chunks' programs leave for those that go from chunk to chunk."""
+    """The results of the chunks, for the programs that go from chunk to chunk."""
 
     u: torch.Tensor
     w: torch.Tensor
@@ -261,7 +263,6 @@ def _compute_chunks(
 
 
 def delta_prefill_triton(
-    mixed: torch.Tensor,
     given: Projected,
     weights: DeltaWeights,
     arena: torch.Tensor,
@@ -276,6 +277,7 @@ def delta_prefill_triton(
 ) -> None:
     """Mix the sequences with more than one new token; arguments as in `delta_decode_triton`."""
     base, delta = given
+    mixed = convolve_triton(given, weights.convolution, arena, inputs, shape, first)
     chunks = _compute_chunks(mixed, given, weights, inputs, shape)
     _prefill_kernel[(shape.num_values, inputs.num_rows)](
         mixed_ptr=mixed,
@@ -293,7 +295,7 @@ def delta_prefill_triton(
         read_ptr=inputs.read,
         write_ptr=inputs.write,
         num_pages=inputs.num_pages,
-        first=first,
+        first=first + math.prod(shape.window),
         eps=eps,
         HK=shape.num_keys,
         HV=shape.num_values,

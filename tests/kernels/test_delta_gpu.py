@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kernels.delta import DeltaShape, DeltaState, DeltaWeights, delta_net
-from kernels.delta_gpu.convolution import convolve_triton
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import Projected, make_inputs
 from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
@@ -77,14 +76,11 @@ class Scene:
         chunk = chunk_of(dtype) if max(self.lengths) > 1 else None
         inputs = make_inputs(self.query_start, self.read, self.write, num_tokens, chunk)
         first = LAYER * self.shape.state_size
-        weight, shape = self.weights.convolution, self.shape
-        mixed = convolve_triton(self.given, weight, self.arena, inputs, shape, first)
-        out = mixed.new_full((num_tokens, shape.value_size), float("nan"))
-        matrix = first + shape.window[0] * shape.window[1]
-        rest = (self.arena, inputs, shape, matrix, EPS, out)
-        delta_decode_triton(mixed, self.given, self.weights, *rest)
+        out = self.given.base.new_full((num_tokens, self.shape.value_size), float("nan"))
+        rest = (self.arena, inputs, self.shape, first, EPS, out)
+        delta_decode_triton(self.given, self.weights, *rest)
         if chunk is not None:
-            delta_prefill_triton(mixed, self.given, self.weights, *rest)
+            delta_prefill_triton(self.given, self.weights, *rest)
         return out
 
     def check(self, in_place: bool = False) -> None:
@@ -94,7 +90,9 @@ class Scene:
         untouched = self.arena.clone()
         got = self.run()
         exact = got.dtype == torch.float32
-        near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 0.03, "atol": 0.03}
+        near: dict[str, Any] = (
+            {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 0.03, "atol": 0.03}
+        )
         torch.testing.assert_close(got.float(), wanted.float(), **near)
         for row, state in enumerate(states):
             found = self.state(self.write, row)

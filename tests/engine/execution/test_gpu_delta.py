@@ -111,9 +111,14 @@ def test_adapters_of_every_kind_in_chunks(make_oracle: MakeOracle) -> None:
 
 def test_rank_stabilised_adapters(base: Path, plain: Engine, tmp_path: Path) -> None:
     modules = targets(base, ["q_proj", "k_proj", "o_proj", "down_proj"])
-    config: dict[str, Any] = {"r": 9, "lora_alpha": 5, "use_rslora": True, "target_modules": modules}
+    config: dict[str, Any] = {
+        "r": 9,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": modules,
+    }
     engine, folder = make_gpu_engine(base), save_adapter(base, tmp_path / "rs", 3, **config)
     for each in (engine, plain):
         each.register_adapter("rs", folder)
-    ask(engine, plain, [prompt(30, 25), prompt(31, 3)], adapter="rs", max_tokens=4)
+    ask(engine, plain, [prompt(30, 18)], adapter="rs", max_tokens=3)
     engine.close()
