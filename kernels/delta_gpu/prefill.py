@@ -53,7 +53,7 @@ def inverse_below(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit()
-def _chunk_kernel(
+def _delta_chunk_kernel(
     mixed_ptr,
     base_ptr,
     delta_ptr,
@@ -120,7 +120,7 @@ def _chunk_kernel(
 
 
 @jit("num_pages", "first")
-def _prefill_kernel(
+def _delta_prefill_kernel(
     mixed_ptr,
     base_ptr,
     delta_ptr,
@@ -234,7 +234,7 @@ def _compute_chunks(
     total = torch.empty(num_tokens, heads, dtype=torch.float32, device=mixed.device)
     out = _Chunks(empty(shape.value_dim), empty(shape.key_dim), empty(chunk), total)
     assert inputs.chunk_row is not None
-    _chunk_kernel[(heads, len(inputs.chunk_row))](
+    _delta_chunk_kernel[(heads, len(inputs.chunk_row))](
         mixed_ptr=mixed,
         base_ptr=base,
         delta_ptr=base if delta is None else delta,
@@ -273,13 +273,12 @@ def delta_prefill_triton(
     out: torch.Tensor,
     *,
     num_warps: int = 8,
-    num_stages: int = 1,
 ) -> None:
     """Mix the sequences with more than one new token; arguments as in `delta_decode_triton`."""
     base, delta = given
     mixed = convolve_triton(given, weights.convolution, arena, inputs, shape, first)
     chunks = _compute_chunks(mixed, given, weights, inputs, shape)
-    _prefill_kernel[(shape.num_values, inputs.num_rows)](
+    _delta_prefill_kernel[(shape.num_values, inputs.num_rows)](
         mixed_ptr=mixed,
         base_ptr=base,
         delta_ptr=base if delta is None else delta,
@@ -308,5 +307,6 @@ def delta_prefill_triton(
         BLOCK_K=max(16, next_power_of_2(shape.key_dim)),
         BLOCK_V=max(16, next_power_of_2(shape.value_dim)),
         num_warps=num_warps,
-        num_stages=num_stages,
+        # In fp32 what is loaded ahead would not fit on a multiprocessor.
+        num_stages=2 if mixed.element_size() == 2 else 1,
     )

@@ -26,7 +26,7 @@ SMALL = ("crossing", "aligned")
 TOLERANCES = {
     torch.float32: (1e-4, 1e-5),
     torch.float16: (0.03, 3e-3),
-    torch.bfloat16: (0.25, 0.02),
+    torch.bfloat16: (0.25, 5e-3),
 }
 
 
@@ -128,7 +128,7 @@ def test_decodes_among_prompts(name: str, dtype: torch.dtype, device: str) -> No
 
 def test_the_heads_of_a_model(dtype: torch.dtype, device: str) -> None:
     if device == "cpu":
-        pytest.skip("the interpreter takes minutes")
+        pytest.skip("slow in the interpreter")
     for lengths in ([1] * 9, [1, 200, 2, 64, 1, 129]):
         Scene("wide", lengths, [1], dtype, device).check(in_place=True)
 
