@@ -191,6 +191,11 @@ class Sequence:
         return self.state if is_same else self.state + self.state_before
 
     @property
+    def has_new_state(self) -> bool:
+        """Return whether its next step reads its state from other pages than it writes to."""
+        return bool(self.state) and self.state_before is not self.state
+
+    @property
     def seed(self) -> int | None:
         """Its random seed: sequence i of a request has the request's seed + i."""
         seed = self.request.sampling.seed

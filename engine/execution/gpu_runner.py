@@ -121,7 +121,8 @@ class GpuRunner:
         max_tokens: int,
         max_drafted: int | None = None,
     ) -> None:
-        if any(width % 8 for widths in model.projection_widths for width in widths):
+        layers = (model.widths(layer) for layer in range(model.num_layers))
+        if any(width % 8 for widths in layers for pair in widths for width in pair):
             raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
         if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
             raise UnsupportedModel(
@@ -328,6 +329,7 @@ class GpuRunner:
             token_ids=batch.token_ids,
             context_lens=batch.context_lens,
             page_tables=batch.page_tables,
+            states=batch.delta,
             lora=batch.lora,
             scope=batch.scope,
         )
@@ -342,6 +344,7 @@ class GpuRunner:
             before = torch.searchsorted(batch.sample_rows, lora.seg_indptr.long(), out_int32=True)
             sampled = replace(lora, seg_indptr=before)
             sample_plan = make_plan(sampled, batch.sample_rows.shape[0], RANK_BLOCK)
+        states, delta = batch.delta, self._model.delta
         workspace, blocks = None, None
         num_rows, num_decodes = len(batch.lengths), int((batch.lengths == 1).sum())
         if batch.max_new > 1 and num_decodes >= _MANY_DECODES:
@@ -367,6 +370,9 @@ class GpuRunner:
             arrivals=batch.arrivals,
             extras=None if lora is None else lora.extras,
             scores=batch.scores,
+            states=None
+            if states is None or delta is None
+            else delta.inputs(states, batch.query_start, num_tokens, batch.max_new),
         )
 
 
@@ -442,6 +448,7 @@ def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
             max_tiles=num_tiles,
         ),
         adapter_keys=(),
+        delta=None if model.delta is None else model.delta.nowhere(num_rows),
         lengths=np.full(num_rows, max_new, np.int32),
         contexts=np.full(num_rows, max_new, np.int32),
     )
