@@ -152,7 +152,7 @@ def choose_tile(num_pairs: int, num_experts: int, element_size: int) -> Tile:
         return Tile(32, 128, 256, 4, 3)
     if mean <= 64:
         return Tile(64, 128, 128, 4, 4)
-    return Tile(128, 256, 128, 8, 3)
+    return Tile(128, 128 if mean <= 512 else 256, 128, 8, 3)
 
 
 def _product(
