@@ -10,7 +10,7 @@ import torch
 from kernels.delta import DeltaShape, DeltaState, DeltaWeights, delta_net
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import Projected, make_inputs
-from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
+from kernels.delta_gpu.prefill import CHUNK, delta_prefill_triton
 from kernels.gates import Packed, gate_heads_triton, split_gates, split_heads_triton
 
 EPS, LAYER, NUM_LAYERS = 1e-3, 1, 2
@@ -81,8 +81,8 @@ class Scene:
         return torch.cat(outs), states
 
     def run(self) -> torch.Tensor:
-        num_tokens, dtype = sum(self.lengths), self.given.base.dtype
-        chunk = chunk_of(dtype) if max(self.lengths) > 1 else None
+        num_tokens = sum(self.lengths)
+        chunk = CHUNK if max(self.lengths) > 1 else None
         inputs = make_inputs(self.query_start, self.read, self.write, num_tokens, chunk)
         first = LAYER * self.shape.state_size
         out = self.given.base.new_full((num_tokens, self.shape.value_size), float("nan"))
