@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -252,8 +253,13 @@ def _state_pages(rows: list[Row], device: str) -> StatePages | None:
         return None
     read = [sequence.state_before or sequence.state for sequence in sequences]
     write = [sequence.state for sequence in sequences]
-    is_new = [not sequence.state_before for sequence in sequences]
-    return StatePages(*upload([np.array(each) for each in (read, write, is_new)], device))
+    is_new = np.array([not sequence.state_before for sequence in sequences])
+    return StatePages(*upload([_rows_of(read), _rows_of(write), is_new], device))
+
+
+def _rows_of(tables: list[array[int]]) -> npt.NDArray[np.int64]:
+    flat = bytearray().join(table.tobytes() for table in tables)
+    return np.frombuffer(flat, np.int64).reshape(len(tables), -1)
 
 
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:
