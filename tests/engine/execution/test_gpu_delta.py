@@ -73,9 +73,10 @@ def test_states_are_kept_in_pages_of_the_prefix_cache(base: Path, plain: Engine)
 
 
 def test_chunks_and_preemption(base: Path, plain: Engine) -> None:
-    engine = make_gpu_engine(base, num_pages=26, max_step_tokens=21)
-    prompts = [prompt(20 + i, 14 + 9 * i) for i in range(4)]
-    ask(engine, plain, prompts, max_tokens=12)
+    """Each begins with one page beside its state; there is none for the third page of each."""
+    num_states = EngineConfig(model_dir=base).state_pages(ModelConfig.from_folder(base))
+    engine = make_gpu_engine(base, num_pages=3 * (2 + num_states), max_step_tokens=9)
+    ask(engine, plain, [prompt(20 + i, 13 + i) for i in range(3)], max_tokens=20)
     assert engine.stats().num_preemptions > 0
     engine.close()
 
