@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
+from engine.errors import UnsupportedModel
 from engine.execution.gpu_runner import Tokens
 from engine.model.config import ModelConfig
 from engine.sampling.sampler import Sampled
@@ -72,11 +73,17 @@ def test_states_are_kept_in_pages_of_the_prefix_cache(base: Path, plain: Engine)
     engine.close()
 
 
+def test_narrow_heads_in_16_bits_are_refused(base: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="128 wide") as raised:
+        make_gpu_engine(base, dtype="bfloat16")
+    assert raised.value.param == "dtype"
+
+
 def test_chunks_and_preemption(base: Path, plain: Engine) -> None:
     """Each begins with one page beside its state; there is none for the third page of each."""
     num_states = EngineConfig(model_dir=base).state_pages(ModelConfig.from_folder(base))
     engine = make_gpu_engine(base, num_pages=3 * (2 + num_states), max_step_tokens=9)
-    ask(engine, plain, [prompt(20 + i, 13 + i) for i in range(3)], max_tokens=20)
+    ask(engine, plain, [prompt(20 + i, 13 + i) for i in range(3)], max_tokens=26)
     assert engine.stats().num_preemptions > 0
     engine.close()
 
