@@ -4,7 +4,7 @@ Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention,
 SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
 gate/up and SiLU * mul are one launch. The biases and the norms of each head that other families
 than Llama have ride along in these; a norm after attention or MLP, a LayerNorm and a norm of all
-heads are launches of their own. Experts take six in the place of the last three. Adapters add a
+heads are launches of their own. Experts take five in the place of the last three. Adapters add a
 shrink and an expand beside each of the four matrix products, on a stream of their own; whoever
 reads the product adds the two. Nothing here waits for the device, so a pass can be captured in a
 CUDA graph (engine/execution/decode_graphs.py).

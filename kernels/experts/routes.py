@@ -1,25 +1,21 @@
 """The experts that each token goes through, and tokens sorted by expert.
 
-The pairs of a token and an expert are sorted by expert, and by token within one: a product and two
-launches.
+The pairs of a token and an expert are sorted by expert, and by token within one, in two launches.
 Nothing waits for the device: there are as many tiles as the shapes allow at most, and those beyond
 the last are empty.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
 
 from kernels.backend import ceil_div, jit, next_power_of_2, tl
 from kernels.experts import ExpertShape
-from kernels.linear import linear
 
-# (tokens up to which, of a block, warps of its program). A row is a warp's: it is searched without
-# a barrier.
-_BLOCKS = ((128, 4, 1), (2047, 16, 4), (sys.maxsize, 64, 16))
+# Rows of a block of tokens: in a decode, and from _MANY tokens on.
+_FEW_ROWS, _MANY_ROWS, _MANY = 16, 64, 1024
 
 
 class Routes(NamedTuple):
@@ -39,13 +35,15 @@ class Routes(NamedTuple):
 
 @jit("num_tokens")
 def _choose_kernel(
-    scores_ptr,
+    x_ptr,
+    router_ptr,
     slot_ptr,
     shares_ptr,
     chosen_ptr,
     places_ptr,
     counts_ptr,
     num_tokens,
+    width,
     NUM: tl.constexpr,
     CHOSEN: tl.constexpr,
     IS_NORMED: tl.constexpr,
@@ -53,6 +51,8 @@ def _choose_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Write shares, experts and, as a pair's place, that among its block's pairs of the expert."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -60,11 +60,18 @@ def _choose_kernel(
     e = tl.arange(0, BLOCK_X)
     is_expert = e < NUM
     c = tl.arange(0, BLOCK_C)
-    scores_ptrs = scores_ptr + t[:, None] * NUM + e[None, :]
-    mask = inside[:, None] & is_expert[None, :]
-    scores = tl.load(scores_ptrs, mask=mask, other=float("-inf")).to(tl.float32)
-    scores = tl.where(inside[:, None], scores, 0.0)
+    x_rows = x_ptr + t.to(tl.int64)[:, None] * width
+    scores = tl.zeros((BLOCK_T, BLOCK_X), dtype=tl.float32)
+    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        rest = (k < width)[None, :]
+        x = tl.load(x_rows + k[None, :], mask=inside[:, None] & rest, other=0.0)
+        router_ptrs = router_ptr + e[:, None] * width + k[None, :]
+        router = tl.load(router_ptrs, mask=is_expert[:, None] & rest, other=0.0)
+        scores = tl.dot(x, tl.trans(router), scores, input_precision="ieee")
+    # Round where the reference rounds.
     dtype = shares_ptr.dtype.element_ty
+    scores = tl.where(is_expert[None, :], scores.to(dtype).to(tl.float32), float("-inf"))
     powers = tl.exp(scores - tl.max(scores, axis=1)[:, None])
     left = powers / tl.sum(powers, axis=1)[:, None]
     shares = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
@@ -83,7 +90,11 @@ def _choose_kernel(
         live = live & (tl.load(slot_ptr + t, mask=inside, other=-1) >= 0)
     is_chosen = ((left < 0) & live[:, None]).to(tl.int32)
     before = tl.cumsum(is_chosen, axis=0) - is_chosen
-    places = tl.gather(before, chosen, 1)
+    places = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.int32)
+    for i in tl.static_range(CHOSEN):
+        expert = tl.sum(tl.where(c[None, :] == i, chosen, 0), axis=1)
+        place = tl.sum(tl.where(e[None, :] == expert[:, None], before, 0), axis=1)
+        places = tl.where(c[None, :] == i, place[:, None], places)
     pairs = t[:, None] * CHOSEN + c[None, :]
     is_pair = inside[:, None] & (c < CHOSEN)[None, :]
     tl.store(shares_ptr + pairs, shares.to(dtype), mask=is_pair)
@@ -107,7 +118,6 @@ def _sort_kernel(
     CHOSEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Write a block's places among all pairs, and its part of the tiles."""
@@ -124,14 +134,15 @@ def _sort_kernel(
         before += tl.sum(tl.where((block < own)[:, None], counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
     starts = ends - total
-    first = own * BLOCK_T * CHOSEN
-    pair = first + tl.arange(0, BLOCK_P)
-    is_pair = (pair < first + BLOCK_T * CHOSEN) & (pair < num_tokens * CHOSEN)
-    place = tl.load(places_ptr + pair, mask=is_pair, other=-1)
-    expert = tl.load(chosen_ptr + pair, mask=is_pair, other=0)
-    sorted_place = place + tl.gather(starts + before, expert, 0)
-    tl.store(places_ptr + pair, sorted_place, mask=place >= 0)
-    tl.store(tokens_ptr + sorted_place, pair // CHOSEN, mask=place >= 0)
+    t = own * BLOCK_T + tl.arange(0, BLOCK_T)
+    for i in tl.static_range(CHOSEN):
+        pair = t * CHOSEN + i
+        expert = tl.load(chosen_ptr + pair, mask=t < num_tokens, other=0)
+        place = tl.load(places_ptr + pair, mask=t < num_tokens, other=-1)
+        is_own = e[None, :] == expert[:, None]
+        sorted_place = place + tl.sum(tl.where(is_own, (starts + before)[None, :], 0), axis=1)
+        tl.store(places_ptr + pair, sorted_place, mask=place >= 0)
+        tl.store(tokens_ptr + sorted_place, t, mask=place >= 0)
     heights = tl.cdiv(total, BLOCK_M)
     tile_ends = tl.cumsum(heights, axis=0)
     for first in range(own * 16, num_tiles, tl.num_programs(0) * 16):
@@ -159,11 +170,11 @@ def route_triton(
 
     slots  [T]; tokens with a negative one, which pad a graph's batch, go through no expert
     """
-    num_tokens, num = x.shape[0], router.shape[0]
+    num_tokens, (num, width) = x.shape[0], router.shape
     num_pairs = num_tokens * shape.chosen
     touched = min(num, num_pairs)
     num_tiles = touched + (num_pairs - touched) // block_m
-    block_t, num_warps = next(each for most, *each in _BLOCKS if num_tokens <= most)
+    block_t = _FEW_ROWS if num_tokens < _MANY else _MANY_ROWS
     num_blocks = ceil_div(num_tokens, block_t)
     block_x = max(16, next_power_of_2(num))
 
@@ -178,13 +189,15 @@ def route_triton(
     )
     chosen, counts = torch.empty_like(routes.places), ints(num_blocks, num)
     _choose_kernel[(num_blocks,)](
-        scores_ptr=linear(x, router),
+        x_ptr=x,
+        router_ptr=router,
         slot_ptr=chosen if slots is None else slots,
         shares_ptr=routes.shares,
         chosen_ptr=chosen,
         places_ptr=routes.places,
         counts_ptr=counts,
         num_tokens=num_tokens,
+        width=width,
         NUM=num,
         CHOSEN=shape.chosen,
         IS_NORMED=shape.is_normed,
@@ -192,7 +205,9 @@ def route_triton(
         BLOCK_T=block_t,
         BLOCK_X=block_x,
         BLOCK_C=next_power_of_2(shape.chosen),
-        num_warps=num_warps,
+        BLOCK_K=max(16, 256 // x.element_size() * 128 // max(128, block_x)),
+        STAGES=4,
+        num_warps=4 if block_t == _FEW_ROWS else 8,
     )
     _sort_kernel[(num_blocks,)](
         chosen_ptr=chosen,
@@ -207,7 +222,6 @@ def route_triton(
         CHOSEN=shape.chosen,
         BLOCK_T=block_t,
         BLOCK_X=block_x,
-        BLOCK_P=next_power_of_2(block_t * shape.chosen),
         BLOCK_M=block_m,
         num_warps=4,
     )
