@@ -106,13 +106,17 @@ def _delta_decode_kernel(
     write_ptr += s * num_pages
     if (num_new != 1) | (tl.load(write_ptr) < 0):
         return
+    HALF: tl.constexpr = BLOCK // 2
     c = tl.arange(0, BLOCK)
+    half = tl.arange(0, 2)[:, None]
+    v_index = tl.arange(0, HALF)
     row = token * stride
-    # Loads do not pass the barrier in the convolution: the first matrix is under way before it.
+    # Loads do not pass the barrier in the convolution: the first numbers are under way before it.
     number = first + (KERNEL - 1) * CHANNELS + key_head * (GROUP * DK * DV)
-    place, live = matrix_places(read_ptr, number, c, c, DK, DV, PAGE, IS_ALIGNED)
+    place, live = matrix_places(read_ptr, number, c, v_index, DK, DV, PAGE, IS_ALIGNED)
     state = tl.load(arena_ptr + place, mask=live, other=0.0)
-    norm = tl.load(norm_ptr + c, mask=c < DV, other=0.0).to(tl.float32)
+    values = half * HALF + v_index[None, :]
+    norm = tl.load(norm_ptr + values, mask=values < DV, other=0.0).to(tl.float32)
     # The channels of q, of k, and of each head of v.
     part = tl.arange(0, PARTS * BLOCK) // BLOCK
     column = tl.arange(0, PARTS * BLOCK) % BLOCK
@@ -141,29 +145,34 @@ def _delta_decode_kernel(
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + unit_eps)
     for i in tl.static_range(GROUP):
         head = key_head * GROUP + i
-        gate = row + CHANNELS + head * DV + c
-        gate = projected(base_ptr, delta_ptr, gate, c < DV, HAS_DELTA)
+        gate = row + CHANNELS + head * DV + values
+        gate = projected(base_ptr, delta_ptr, gate, values < DV, HAS_DELTA)
         rates = row + CHANNELS + HV * DV
         decay, beta = rates_of(
             base_ptr, delta_ptr, rates, True, rate_ptr, shift_ptr, head, HV, HAS_DELTA
         )
         kept = tl.exp(decay)
-        v = part_of(mixed, 2 + i, PARTS, BLOCK)
-        change = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
-        read = kept * tl.sum(state * q[:, None], axis=0) + change * tl.sum(q * k, axis=0)
-        place, live = matrix_places(
-            write_ptr, number + i * (DK * DV), c, c, DK, DV, PAGE, IS_ALIGNED
-        )
-        tl.store(arena_ptr + place, kept * state + k[:, None] * change[None, :], mask=live)
-        if i + 1 < GROUP:
+        value = tl.reshape(part_of(mixed, 2 + i, PARTS, BLOCK), (2, HALF))
+        reads = tl.zeros((2, HALF), dtype=tl.float32)
+        for h in tl.static_range(2):
+            if i + h > 0:
+                place, live = matrix_places(
+                    read_ptr, number, c, h * HALF + v_index, DK, DV, PAGE, IS_ALIGNED
+                )
+                state = tl.load(arena_ptr + place, mask=live, other=0.0)
+            v = tl.sum(tl.where(half == h, value, 0.0), axis=0)
+            change = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
+            read = kept * tl.sum(state * q[:, None], axis=0) + change * tl.sum(q * k, axis=0)
             place, live = matrix_places(
-                read_ptr, number + (i + 1) * (DK * DV), c, c, DK, DV, PAGE, IS_ALIGNED
+                write_ptr, number, c, h * HALF + v_index, DK, DV, PAGE, IS_ALIGNED
             )
-            state = tl.load(arena_ptr + place, mask=live, other=0.0)
-        read *= tl.rsqrt(tl.sum(read * read, axis=0) / DV + eps) * norm
-        read *= gate * tl.sigmoid(gate)
-        out = out_ptr + token * (HV * DV) + head * DV + c
-        tl.store(out, read.to(out_ptr.dtype.element_ty), mask=c < DV)
+            tl.store(arena_ptr + place, kept * state + k[:, None] * change[None, :], mask=live)
+            reads = tl.where(half == h, read[None, :], reads)
+        number += DK * DV
+        reads *= tl.rsqrt(tl.sum(tl.sum(reads * reads, axis=1), axis=0) / DV + eps) * norm
+        reads *= gate * tl.sigmoid(gate)
+        out = out_ptr + token * (HV * DV) + head * DV + values
+        tl.store(out, reads.to(out_ptr.dtype.element_ty), mask=values < DV)
 
 
 def delta_decode_triton(
@@ -176,14 +185,14 @@ def delta_decode_triton(
     eps: float,
     out: torch.Tensor,
     *,
-    num_warps: int = 8,
-    max_registers: int = 128,
+    num_warps: int = 4,
+    max_registers: int = 168,
 ) -> None:
     """Mix the sequences with one new token; write their rows of out [T, value_size], no others.
 
     arena  [P, numbers] fp32
     first  the layer's first number in a sequence's states
-    max_registers  of a thread; with 128, two programs run on a multiprocessor
+    max_registers  of a thread; with 168, three programs run on a multiprocessor
     """
     base, delta = given
     _delta_decode_kernel[(shape.num_keys, inputs.num_rows)](
@@ -214,7 +223,7 @@ def delta_decode_triton(
         HAS_DELTA=delta is not None,
         BLOCK_J=next_power_of_2(shape.kernel),
         PARTS=next_power_of_2(2 + shape.num_values // shape.num_keys),
-        BLOCK=next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        BLOCK=max(2, next_power_of_2(max(shape.key_dim, shape.value_dim))),
         num_warps=num_warps,
         maxnreg=max_registers,
     )
