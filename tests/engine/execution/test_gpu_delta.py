@@ -76,7 +76,7 @@ def test_chunks_and_preemption(base: Path, plain: Engine) -> None:
     """Each begins with one page beside its state; there is none for the third page of each."""
     num_states = EngineConfig(model_dir=base).state_pages(ModelConfig.from_folder(base))
     engine = make_gpu_engine(base, num_pages=3 * (2 + num_states), max_step_tokens=9)
-    ask(engine, plain, [prompt(20 + i, 13 + i) for i in range(3)], max_tokens=20)
+    ask(engine, plain, [prompt(20 + i, 13 + i) for i in range(3)], max_tokens=26)
     assert engine.stats().num_preemptions > 0
     engine.close()
 
