@@ -36,6 +36,10 @@ from kernels.lora.apply import block_of
 from kernels.lora.plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
+# Widths of a gated delta net's heads of k and of v in 16 bits: on an H200 (Triton 3.6) prompts of
+# narrow heads came out wrong, those of this width right.
+_PROVEN_WIDTHS = 128, 128
+
 # Number of decodes in a step without a graph from which they use the decode kernel: in the prefill
 # kernel each of them is a block of its own with one token.
 _MANY_DECODES = 16
@@ -129,6 +133,13 @@ class GpuRunner:
                 "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
                 "LORIKEET_BASE_PRECISION",
                 param="base_precision",
+            )
+        delta = model.plan.delta
+        if delta is not None and arena.element_size() < 4 and delta[2:4] != _PROVEN_WIDTHS:
+            raise UnsupportedModel(
+                "on a GPU, gated delta nets whose heads are not 128 wide are served in float32 "
+                'alone: use a CPU, or dtype "float32"',
+                param="dtype",
             )
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions

@@ -9,7 +9,7 @@ from engine.model.delta_states import StatePages
 from kernels.delta import DeltaWeights
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import DeltaInputs, Projected, make_inputs
-from kernels.delta_gpu.prefill import CHUNK, delta_prefill_triton
+from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
 
 
 class GpuDelta:
@@ -18,7 +18,7 @@ class GpuDelta:
     def __init__(self, config: ModelConfig, arena: torch.Tensor) -> None:
         assert config.plan.delta is not None
         self._shape, self._eps = config.plan.delta, config.plan.eps
-        self._arena = arena.view(torch.float32)
+        self._arena, self._chunk = arena.view(torch.float32), chunk_of(arena.dtype)
         numbers = self._shape.state_size * len(config.plan.delta_layers)
         self.num_pages = -(-numbers // self._arena.shape[1])
 
@@ -48,7 +48,7 @@ class GpuDelta:
         max_new: int,
     ) -> DeltaInputs:
         """As `inputs`, of pages [S, pages]; -1: zero, or written nowhere."""
-        chunk = None if max_new == 1 else CHUNK
+        chunk = None if max_new == 1 else self._chunk
         return make_inputs(query_start, read, write, num_tokens, chunk)
 
     def nowhere(self, num_rows: int) -> StatePages:

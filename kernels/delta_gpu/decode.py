@@ -58,13 +58,6 @@ def convolve_token(
     return total * tl.sigmoid(total)
 
 
-@jit()
-def part_of(x, part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return one of the parts [BLOCK] that lie in x one after the other."""
-    chosen = tl.arange(0, PARTS)[:, None] == part
-    return tl.sum(tl.where(chosen, tl.reshape(x, (PARTS, BLOCK)), 0.0), axis=0)
-
-
 @jit("num_pages", "first")
 def _delta_decode_kernel(
     base_ptr,
@@ -93,11 +86,10 @@ def _delta_decode_kernel(
     IS_ALIGNED: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
-    GROUP: tl.constexpr = HV // HK
     key_head = tl.program_id(0)
     s = tl.program_id(1).to(tl.int64)
     token = tl.load(query_start_ptr + s).to(tl.int64)
@@ -106,29 +98,16 @@ def _delta_decode_kernel(
     write_ptr += s * num_pages
     if (num_new != 1) | (tl.load(write_ptr) < 0):
         return
-    HALF: tl.constexpr = BLOCK // 2
-    c = tl.arange(0, BLOCK)
-    half = tl.arange(0, 2)[:, None]
-    v_index = tl.arange(0, HALF)
+    k_index = tl.arange(0, BLOCK_K)
+    v_index = tl.arange(0, BLOCK_V)
+    inside = v_index < DV
     row = token * stride
-    # Loads do not pass the barrier in the convolution: the first numbers are under way before it.
-    number = first + (KERNEL - 1) * CHANNELS + key_head * (GROUP * DK * DV)
-    place, live = matrix_places(read_ptr, number, c, v_index, DK, DV, PAGE, IS_ALIGNED)
-    state = tl.load(arena_ptr + place, mask=live, other=0.0)
-    values = half * HALF + v_index[None, :]
-    norm = tl.load(norm_ptr + values, mask=values < DV, other=0.0).to(tl.float32)
-    # The channels of q, of k, and of each head of v.
-    part = tl.arange(0, PARTS * BLOCK) // BLOCK
-    column = tl.arange(0, PARTS * BLOCK) % BLOCK
-    value = 2 * HK * DK + (key_head * GROUP + part - 2) * DV
-    channel = tl.where(part < 2, (part * HK + key_head) * DK, value) + column
-    inside = (part < 2 + GROUP) & (column < tl.where(part < 2, DK, DV))
-    mixed = convolve_token(
+    q = convolve_token(
         base_ptr,
         delta_ptr,
         row,
-        channel,
-        inside,
+        key_head * DK + k_index,
+        k_index < DK,
         weight_ptr,
         arena_ptr,
         read_ptr,
@@ -140,39 +119,62 @@ def _delta_decode_kernel(
         HAS_DELTA,
         BLOCK_J,
     )
-    q, k = part_of(mixed, 0, PARTS, BLOCK), part_of(mixed, 1, PARTS, BLOCK)
     q *= tl.rsqrt(tl.sum(q * q, axis=0) + unit_eps) * scale
+    k = convolve_token(
+        base_ptr,
+        delta_ptr,
+        row,
+        (HK + key_head) * DK + k_index,
+        k_index < DK,
+        weight_ptr,
+        arena_ptr,
+        read_ptr,
+        write_ptr,
+        first,
+        CHANNELS,
+        KERNEL,
+        PAGE,
+        HAS_DELTA,
+        BLOCK_J,
+    )
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + unit_eps)
-    for i in tl.static_range(GROUP):
-        head = key_head * GROUP + i
-        gate = row + CHANNELS + head * DV + values
-        gate = projected(base_ptr, delta_ptr, gate, values < DV, HAS_DELTA)
-        rates = row + CHANNELS + HV * DV
+    norm = tl.load(norm_ptr + v_index, mask=inside, other=0.0).to(tl.float32)
+    for head in range(key_head * (HV // HK), (key_head + 1) * (HV // HK)):
+        number = first + (KERNEL - 1) * CHANNELS + head * (DK * DV)
+        place, live = matrix_places(read_ptr, number, k_index, v_index, DK, DV, PAGE, IS_ALIGNED)
+        state = tl.load(arena_ptr + place, mask=live, other=0.0)
+        column = head * DV + v_index
+        v = convolve_token(
+            base_ptr,
+            delta_ptr,
+            row,
+            2 * HK * DK + column,
+            inside,
+            weight_ptr,
+            arena_ptr,
+            read_ptr,
+            write_ptr,
+            first,
+            CHANNELS,
+            KERNEL,
+            PAGE,
+            HAS_DELTA,
+            BLOCK_J,
+        )
+        at = row + CHANNELS + HV * DV
         decay, beta = rates_of(
-            base_ptr, delta_ptr, rates, True, rate_ptr, shift_ptr, head, HV, HAS_DELTA
+            base_ptr, delta_ptr, at, True, rate_ptr, shift_ptr, head, HV, HAS_DELTA
         )
         kept = tl.exp(decay)
-        value = tl.reshape(part_of(mixed, 2 + i, PARTS, BLOCK), (2, HALF))
-        reads = tl.zeros((2, HALF), dtype=tl.float32)
-        for h in tl.static_range(2):
-            if i + h > 0:
-                place, live = matrix_places(
-                    read_ptr, number, c, h * HALF + v_index, DK, DV, PAGE, IS_ALIGNED
-                )
-                state = tl.load(arena_ptr + place, mask=live, other=0.0)
-            v = tl.sum(tl.where(half == h, value, 0.0), axis=0)
-            change = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
-            read = kept * tl.sum(state * q[:, None], axis=0) + change * tl.sum(q * k, axis=0)
-            place, live = matrix_places(
-                write_ptr, number, c, h * HALF + v_index, DK, DV, PAGE, IS_ALIGNED
-            )
-            tl.store(arena_ptr + place, kept * state + k[:, None] * change[None, :], mask=live)
-            reads = tl.where(half == h, read[None, :], reads)
-        number += DK * DV
-        reads *= tl.rsqrt(tl.sum(tl.sum(reads * reads, axis=1), axis=0) / DV + eps) * norm
-        reads *= gate * tl.sigmoid(gate)
-        out = out_ptr + token * (HV * DV) + head * DV + values
-        tl.store(out, reads.to(out_ptr.dtype.element_ty), mask=values < DV)
+        change = beta * (v - kept * tl.sum(state * k[:, None], axis=0))
+        read = kept * tl.sum(state * q[:, None], axis=0) + change * tl.sum(q * k, axis=0)
+        place, live = matrix_places(write_ptr, number, k_index, v_index, DK, DV, PAGE, IS_ALIGNED)
+        tl.store(arena_ptr + place, kept * state + k[:, None] * change[None, :], mask=live)
+        gate = projected(base_ptr, delta_ptr, row + CHANNELS + column, inside, HAS_DELTA)
+        read *= tl.rsqrt(tl.sum(read * read, axis=0) / DV + eps) * norm
+        read *= gate * tl.sigmoid(gate)
+        out = out_ptr + token * (HV * DV) + column
+        tl.store(out, read.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def delta_decode_triton(
@@ -185,14 +187,14 @@ def delta_decode_triton(
     eps: float,
     out: torch.Tensor,
     *,
-    num_warps: int = 4,
-    max_registers: int = 168,
+    num_warps: int = 8,
+    max_registers: int = 128,
 ) -> None:
     """Mix the sequences with one new token; write their rows of out [T, value_size], no others.
 
     arena  [P, numbers] fp32
     first  the layer's first number in a sequence's states
-    max_registers  of a thread; with 168, three programs run on a multiprocessor
+    max_registers  of a thread; with 128, two programs run on a multiprocessor
     """
     base, delta = given
     _delta_decode_kernel[(shape.num_keys, inputs.num_rows)](
@@ -222,8 +224,8 @@ def delta_decode_triton(
         IS_ALIGNED=is_aligned(shape, arena.shape[1]),
         HAS_DELTA=delta is not None,
         BLOCK_J=next_power_of_2(shape.kernel),
-        PARTS=next_power_of_2(2 + shape.num_values // shape.num_keys),
-        BLOCK=max(2, next_power_of_2(max(shape.key_dim, shape.value_dim))),
+        BLOCK_K=next_power_of_2(shape.key_dim),
+        BLOCK_V=next_power_of_2(shape.value_dim),
         num_warps=num_warps,
         maxnreg=max_registers,
     )

@@ -31,23 +31,24 @@ from kernels.delta_gpu.inputs import (
     rates_of,
 )
 
-# Tokens of a chunk, a power of two. At 64 the compiler takes Hopper's instructions for groups of
-# four warps, and the results on an H200 were wrong (Triton 3.6).
-LEVELS = 5
-CHUNK = 1 << LEVELS
+
+def chunk_of(dtype: torch.dtype) -> int:
+    """Return the tokens of a chunk: in fp32 fewer, so that they fit on a multiprocessor."""
+    return 64 if dtype.itemsize == 2 else 32
 
 
 @jit()
-def inverse_below(a, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_below(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + a)^-1 for a [CHUNK, CHUNK] that is zero but below the diagonal."""
-    CHUNK: tl.constexpr = 2**LEVELS
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        is_beside = (i >> level != j >> level) & (i >> (level + 1) == j >> (level + 1))
+    size = 2
+    while size < CHUNK:
+        is_beside = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
         half = tl.dot(tl.where(is_beside, a, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, half, input_precision=PRECISION)
+        size *= 2
     return inverse
 
 
@@ -72,12 +73,11 @@ def _delta_chunk_kernel(
     DV: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
-    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * HK * DK + HV * DV
-    CHUNK: tl.constexpr = 2**LEVELS
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     row = tl.load(chunk_row_ptr + chunk)
@@ -100,7 +100,7 @@ def _delta_chunk_kernel(
     since = tl.exp(since)
     below = tl.dot(k, tl.trans(k), input_precision="ieee") * since * beta[:, None]
     below = tl.where(i[:, None] > i[None, :], below, 0.0)
-    inverse = inverse_below(below, LEVELS, PRECISION).to(k.dtype)
+    inverse = inverse_below(below, CHUNK, PRECISION).to(k.dtype)
     q = tl.load(key, mask=is_key, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * since
     unit = t * HV + head
@@ -226,13 +226,13 @@ def _compute_chunks(
     shape: DeltaShape,
 ) -> _Chunks:
     base, delta = given
-    num_tokens, heads = len(mixed), shape.num_values
+    num_tokens, heads, chunk = len(mixed), shape.num_values, chunk_of(mixed.dtype)
 
     def empty(width: int) -> torch.Tensor:
         return mixed.new_empty(num_tokens, heads, width)
 
     total = torch.empty(num_tokens, heads, dtype=torch.float32, device=mixed.device)
-    out = _Chunks(empty(shape.value_dim), empty(shape.key_dim), empty(CHUNK), total)
+    out = _Chunks(empty(shape.value_dim), empty(shape.key_dim), empty(chunk), total)
     assert inputs.chunk_row is not None
     _delta_chunk_kernel[(heads, len(inputs.chunk_row))](
         mixed_ptr=mixed,
@@ -254,7 +254,7 @@ def _compute_chunks(
         DV=shape.value_dim,
         HAS_DELTA=delta is not None,
         PRECISION="ieee" if mixed.dtype == torch.float32 else "tf32",
-        LEVELS=LEVELS,
+        CHUNK=chunk,
         BLOCK_K=max(16, next_power_of_2(shape.key_dim)),
         BLOCK_V=max(16, next_power_of_2(shape.value_dim)),
         num_warps=4,
@@ -303,7 +303,7 @@ def delta_prefill_triton(
         PAGE=arena.shape[1],
         IS_ALIGNED=is_aligned(shape, arena.shape[1]),
         HAS_DELTA=delta is not None,
-        CHUNK=CHUNK,
+        CHUNK=chunk_of(mixed.dtype),
         BLOCK_K=max(16, next_power_of_2(shape.key_dim)),
         BLOCK_V=max(16, next_power_of_2(shape.value_dim)),
         num_warps=num_warps,

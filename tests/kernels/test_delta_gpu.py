@@ -10,7 +10,7 @@ import torch
 from kernels.delta import DeltaShape, DeltaState, DeltaWeights, delta_net
 from kernels.delta_gpu.decode import delta_decode_triton
 from kernels.delta_gpu.inputs import Projected, make_inputs
-from kernels.delta_gpu.prefill import CHUNK, delta_prefill_triton
+from kernels.delta_gpu.prefill import chunk_of, delta_prefill_triton
 from kernels.gates import Packed, gate_heads_triton, split_gates, split_heads_triton
 
 EPS, LAYER, NUM_LAYERS = 1e-3, 1, 2
@@ -82,7 +82,7 @@ class Scene:
 
     def run(self) -> torch.Tensor:
         num_tokens = sum(self.lengths)
-        chunk = CHUNK if max(self.lengths) > 1 else None
+        chunk = chunk_of(self.given.base.dtype) if max(self.lengths) > 1 else None
         inputs = make_inputs(self.query_start, self.read, self.write, num_tokens, chunk)
         first = LAYER * self.shape.state_size
         out = self.given.base.new_full((num_tokens, self.shape.value_size), float("nan"))
@@ -122,6 +122,8 @@ def test_decodes(name: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_decodes_among_prompts(name: str, dtype: torch.dtype, device: str) -> None:
+    if device != "cpu" and dtype != torch.float32:
+        pytest.skip("GpuRunner refuses it: narrow heads in 16 bits are wrong on a card")
     lengths = [2, 1, 130, 3, 1, 64, 1, 33]
     Scene(name, lengths, [1, 2], dtype, device).check()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
+from engine.errors import UnsupportedModel
 from engine.execution.gpu_runner import Tokens
 from engine.model.config import ModelConfig
 from engine.sampling.sampler import Sampled
@@ -70,6 +71,12 @@ def test_states_are_kept_in_pages_of_the_prefix_cache(base: Path, plain: Engine)
     both = [common + each for each in own]
     assert ask(engine, plain, both, max_tokens=3) == [2 * PAGE] * 2
     engine.close()
+
+
+def test_narrow_heads_in_16_bits_are_refused(base: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="128 wide") as raised:
+        make_gpu_engine(base, dtype="bfloat16")
+    assert raised.value.param == "dtype"
 
 
 def test_chunks_and_preemption(base: Path, plain: Engine) -> None:
