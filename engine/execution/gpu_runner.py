@@ -125,22 +125,7 @@ class GpuRunner:
         max_tokens: int,
         max_drafted: int | None = None,
     ) -> None:
-        layers = (model.widths(layer) for layer in range(model.num_layers))
-        if any(width % 8 for widths in layers for pair in widths for width in pair):
-            raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
-        if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
-            raise UnsupportedModel(
-                "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
-                "LORIKEET_BASE_PRECISION",
-                param="base_precision",
-            )
-        delta = model.plan.delta
-        if delta is not None and arena.element_size() < 4 and delta[2:4] != _PROVEN_WIDTHS:
-            raise UnsupportedModel(
-                "on a GPU, gated delta nets whose heads are not 128 wide are served in float32 "
-                'alone: use a CPU, or dtype "float32"',
-                param="dtype",
-            )
+        _check(model, weights, arena.dtype)
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )
@@ -384,6 +369,26 @@ class GpuRunner:
             states=None
             if states is None or delta is None
             else delta.inputs(states, batch.query_start, num_tokens, batch.max_new),
+        )
+
+
+def _check(model: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel for sizes that the kernels do not take."""
+    layers = (model.widths(layer) for layer in range(model.num_layers))
+    if any(width % 8 for widths in layers for pair in widths for width in pair):
+        raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
+    if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
+        raise UnsupportedModel(
+            "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
+            "LORIKEET_BASE_PRECISION",
+            param="base_precision",
+        )
+    delta = model.plan.delta
+    if delta is not None and dtype.itemsize < 4 and delta[2:4] != _PROVEN_WIDTHS:
+        raise UnsupportedModel(
+            "on a GPU, gated delta nets whose heads are not 128 wide are served in float32 "
+            'alone: use a CPU, or dtype "float32"',
+            param="dtype",
         )
 
 
