@@ -162,6 +162,11 @@ FAMILIES = {
         },
     ),
     "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "gpt_oss": Facts(
+        head_dim=64,
+        mlp=(),
+        biases=(Bias(linears=QKV + O, field="attention_bias", default=True),),
+    ),
     "qwen3_5_moe_text": Facts(
         head_dim=256,
         is_gated=True,

@@ -68,11 +68,14 @@ class Adapters(Protocol):
 class Attention(Protocol):
     """One step's attention."""
 
-    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, heads: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rotate q and k, write k and v to their pages, attend.
 
         heads  [T, H + 2 K, D] queries, keys and values as projected
         layer  which of those with keys and values
+        sinks  [H], see `kernels.attention`
         -> [T, H * D]
         """
 
@@ -94,7 +97,9 @@ class PagedAttention:
         self._batch, self._ropes, self._config = batch, ropes, config
         self._arena, self._layout = arena, layout
 
-    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, heads: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         batch, layout = self._batch, self._layout
         groups = [self._config.num_heads, layout.num_kv_heads, layout.num_kv_heads]
         q, k, v = torch.split(heads, groups, dim=1)
@@ -118,6 +123,7 @@ class PagedAttention:
             batch.page_tables,
             self._config.attention_scale,
             self._config.window(layer),
+            sinks=sinks,
         )
         return out.reshape(len(heads), -1)
 
@@ -322,7 +328,7 @@ class DecoderLayer:
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         if self._qk_norm is not None:
             self._norm_heads(heads, self._qk_norm)
-        attended = attention.attend(heads, self._place)
+        attended = attention.attend(heads, self._place, self._weights.sinks)
         return attended if gate is None else attended * gate.sigmoid()
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> None:

@@ -187,6 +187,7 @@ class ModelConfig:
                 param="num_key_value_heads",
             )
         eos = [] if eos_token_id is None else eos_token_id
+        is_fp4 = plan.experts is not None and plan.experts.is_fp4  # and nothing else is quantised
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
@@ -205,7 +206,7 @@ class ModelConfig:
             qkv_bias=shape.biased >= {*QKV},
             o_bias=shape.biased >= {*O},
             mlp_bias=shape.biased >= {*MLP},
-            scheme=read_scheme(given, _modules(num_layers, shape, plan)),
+            scheme=None if is_fp4 else read_scheme(given, _modules(num_layers, shape, plan)),
         )
 
 

@@ -125,6 +125,9 @@ class _Module:
         data = self._take(name, shape).data
         return data.float() if self._is_copied else data
 
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        raise UnsupportedModel(f"parameter {name} is quantised", param=name)
+
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         parts = [
             self._take(name, (height, width)) for name, height in zip(names, heights, strict=True)

@@ -51,6 +51,7 @@ class Plan:
     delta            of the layers that have a gated delta net in the place of attention, the
                      shape; None: there are none
     delta_layers     which they are
+    has_sinks        whether each head of q has one more score, of a key without a value
     experts          of the layers that have them in the place of one MLP, the shape; None: there
                      are none
     expert_layers    which they are
@@ -74,6 +75,7 @@ class Plan:
     is_gated: bool = False
     delta: DeltaShape | None = None
     delta_layers: tuple[int, ...] = ()
+    has_sinks: bool = False
     experts: ExpertShape | None = None
     expert_layers: tuple[int, ...] = ()
     unread: tuple[str, ...] = ()
@@ -84,6 +86,8 @@ class Plan:
         """Return the part of the layers without kernels for a GPU; empty: there is none."""
         if self.delta is not None:
             return "gated delta nets"
+        if self.has_sinks:
+            return "attention sinks"
         return "" if self.experts is None else "experts"
 
     @property

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from contract.adapters.families import DELTA_IN, DELTA_OUT, FUSED, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
+from engine.model.fp4_tensors import FP4_GROUP, dense_fp4
 from engine.model.int4_tensors import read_int4
 from engine.model.quantization import Fp8Scheme, Int4Scheme
 from kernels.delta import DeltaShape, DeltaWeights
@@ -79,6 +80,7 @@ class LayerWeights:
     qk_norm: torch.Tensor | None = None  # q, then k: [2, D], or [(H + K) D]
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
+    sinks: torch.Tensor | None = None  # [H]
     delta: DeltaWeights | None = None
     experts: ExpertWeights | None = None
 
@@ -118,6 +120,9 @@ class TensorSource(Protocol):
         """Return whether there is a tensor of this name that was not taken yet."""
 
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
+
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a tensor that is stored in MXFP4, in blocks along its last dimension."""
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         """Return linears' weights [height, width] stacked by rows: [sum of heights, width]."""
@@ -182,6 +187,15 @@ class _Checkpoint:
 
     def load(self, name: str, *shape: int) -> torch.Tensor:
         return self._take(name, shape).to(self._device, self._dtype)
+
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        *rows, width = shape
+        places = (*rows, width // FP4_GROUP)
+        blocks = self._take(f"{name}_blocks", (*places, FP4_GROUP // 2), (torch.uint8,))
+        scales = self._take(f"{name}_scales", places, (torch.uint8,))
+        if self._device == "meta":
+            return torch.empty(shape, device="meta", dtype=self._dtype)
+        return dense_fp4(blocks, scales, self._dtype).to(self._device)
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         modules = [name.removesuffix(".weight") for name in names]
@@ -454,7 +468,8 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
         }
     experts = None
     if config.plan.experts is not None and index in config.plan.expert_layers:
-        experts = _load_experts(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
+        of_family = _load_biased if config.plan.experts.has_biases else _load_experts
+        experts = of_family(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
     if experts is not None and experts.shared_gate is None:
         mlp: dict[str, Any] = {
             "gate_up": experts.router.new_empty(0, hidden),
@@ -492,6 +507,30 @@ def _load_experts(
     return ExpertWeights(router, stacks[0], stacks[1], shared)
 
 
+def _load_biased(
+    checkpoint: TensorSource, mlp: str, hidden: int, shape: ExpertShape
+) -> ExpertWeights:
+    """Read gpt-oss's experts: a gate's row lies before its up's, plain matrices are [in, out]."""
+    num, inner, experts = shape.num, shape.inner, f"{mlp}.experts"
+
+    def load(name: str, width_in: int, width_out: int) -> torch.Tensor:
+        if shape.is_fp4:
+            return checkpoint.load_fp4(f"{experts}.{name}", num, width_out, width_in)
+        return checkpoint.load(f"{experts}.{name}", num, width_in, width_out).transpose(1, 2)
+
+    def halves(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+    return ExpertWeights(
+        router=checkpoint.load(f"{mlp}.router.weight", num, hidden),
+        gate_up=halves(load("gate_up_proj", hidden, 2 * inner)),
+        down=load("down_proj", inner, hidden).contiguous(),
+        router_bias=checkpoint.load(f"{mlp}.router.bias", num),
+        gate_up_bias=halves(checkpoint.load(f"{experts}.gate_up_proj_bias", num, 2 * inner)),
+        down_bias=checkpoint.load(f"{experts}.down_proj_bias", num, hidden),
+    )
+
+
 def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> DeltaWeights:
     channels, heads = shape.widths[0], shape.num_values
     return DeltaWeights(
@@ -514,7 +553,7 @@ def _load_mlp_biases(checkpoint: TensorSource, config: ModelConfig, mlp: str) ->
 def _load_attention_extras(
     checkpoint: TensorSource, config: ModelConfig, attention: str
 ) -> dict[str, torch.Tensor]:
-    """Return the biases, and the norms of q and k, which only some models have."""
+    """Return the biases, the norms of q and k, and the sinks, which only some models have."""
     hidden, head = config.hidden_size, config.head_dim
     extras = {}
     if config.qkv_bias:
@@ -523,6 +562,8 @@ def _load_attention_extras(
         extras["qkv_bias"] = torch.cat(biases)
     if config.o_bias:
         extras["o_bias"] = checkpoint.load(f"{attention}.o_proj.bias", hidden)
+    if config.plan.has_sinks:
+        extras["sinks"] = checkpoint.load(f"{attention}.sinks", config.num_heads)
     if config.plan.qk_norm is not None:
         is_whole = config.plan.qk_norm == "all"
         widths = (config.q_size, config.kv_size) if is_whole else (head, head)

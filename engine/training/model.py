@@ -231,6 +231,7 @@ class TrainingModel:
             qk_norm=layer.qk_norm,
             eps=config.plan.eps,
             growth=None if growth is None else growth.factors,
+            sinks=layer.sinks,
         )
 
     def _loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

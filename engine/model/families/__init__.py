@@ -12,6 +12,7 @@ from engine.model.families import (
     exaone4,
     gemma3,
     glm4,
+    gpt_oss,
     granite,
     llama,
     ministral3,
@@ -50,4 +51,5 @@ PLANS: dict[str, Callable[[Fields], Plan]] = {
     "qwen3_5_text": qwen3_5.read_plan,
     "qwen3_moe": qwen3_moe.read_plan,
     "qwen3_5_moe_text": qwen3_5_moe.read_plan,
+    "gpt_oss": gpt_oss.read_plan,
 }

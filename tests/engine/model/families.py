@@ -183,6 +183,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FAMILIES["gpt_oss"] = (
+    "gpt_oss",
+    {
+        "head_dim": 24,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", *MIXED],
+        "sliding_window": 13,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.7,
+        "swiglu_alpha": 1.3,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {**YARN, "truncate": False, "rope_theta": THETA},
+    },
+)
 FAMILIES["qwen3_5_moe"] = (
     "qwen3_5_moe_text",
     {
@@ -193,8 +208,9 @@ FAMILIES["qwen3_5_moe"] = (
         "shared_expert_intermediate_size": 56,
     },
 )
+CPU_ALONE = ("qwen3_5", "qwen3_moe", "gpt_oss")
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
+ON_A_GPU = [name for name in FAMILIES if not name.startswith(CPU_ALONE)]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
@@ -222,7 +238,7 @@ _OF_DELTA = {
 }
 BESIDE = {"qwen3_5_text": _OF_DELTA, "qwen3_5_moe_text": _OF_DELTA}
 #: Families of which adapters change attention alone.
-WITH_EXPERTS = ("qwen3_moe",)
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
 COMMON = {
     "vocab_size": 257,
     "hidden_size": 64,

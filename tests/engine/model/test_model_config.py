@@ -273,6 +273,35 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tie_embeddings": False, "max_positions": 32768,
         },
     ),
+    "gpt-oss-20b, shortened": (
+        {
+            "model_type": "gpt_oss", "attention_bias": True, "eos_token_id": 200002,
+            "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+            "initial_context_length": 4096, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "max_position_embeddings": 131072, "num_attention_heads": 64,
+            "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_key_value_heads": 8,
+            "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+            "quantization_config": {
+                "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                "quant_method": "mxfp4",
+            },
+            "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+            },
+            "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        },
+        {
+            "experts": ExpertShape(
+                32, 4, 2880, is_normed=True, has_biases=True, is_fp4=True, limit=7.0, alpha=1.702
+            ),
+            "expert_layers": (0, 1), "windows": (128, None), "has_sinks": True, "scheme": None,
+            "qkv_bias": True, "o_bias": True, "q_size": 4096, "max_positions": 131072,
+        },
+    ),
     "qwen3-30b-a3b": (
         {
             "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
@@ -469,6 +498,14 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("qwen3_moe", num_shared_experts=8), "num_shared_experts"),
         (config_of("qwen3_moe", quantization_config={"bits": 4}), "quantization_config"),
         (config_of("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob"),
+        (config_of("gpt_oss", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("gpt_oss", swiglu_limit=-1.0), "swiglu_limit"),
+        (config_of("gpt_oss", experts_per_token=4), "experts_per_token"),
+        (config_of("gpt_oss", sliding_window=None), "layer_types"),
+        (
+            config_of("qwen3_moe", quantization_config={"quant_method": "mxfp4"}),
+            "quantization_config",
+        ),
         (
             config_of("qwen3_5_moe", shared_expert_intermediate_size=0),
             "shared_expert_intermediate_size",
@@ -628,12 +665,46 @@ def test_experts_are_stacked_in_a_checkpoint_or_apart(tmp_path: Path) -> None:
     assert raised.value.param == name
 
 
+def test_gpt_oss_may_be_stored_in_mxfp4(tmp_path: Path) -> None:
+    """Its experts become the numbers that transformers makes of them, to the bit."""
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, "gpt_oss")
+    config, file = base / "config.json", base / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num, width_in, width_out = tensors.pop(name).shape
+        blocks = (num, width_out, width_in // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 140, blocks, dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    stored = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "quantization_config": stored}))
+    weights = load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for ours, theirs in zip(weights.layers, model.model.layers, strict=True):
+        experts = theirs.mlp.experts
+        gate_up = experts.gate_up_proj.transpose(1, 2)
+        assert ours.experts is not None
+        assert torch.equal(ours.experts.gate_up, torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1))
+        assert torch.equal(ours.experts.down, experts.down_proj.transpose(1, 2))
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**tensors, name: tensors[name].float()}, file)
+    with pytest.raises(UnsupportedModel) as raised:
+        load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    assert raised.value.param == name
+
+
 @pytest.mark.parametrize("setting", [{"use_triton": True}, {"base_precision": "fp8"}])
-def test_what_experts_have_no_kernels_for_is_refused(
-    tmp_path: Path, setting: dict[str, Any]
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3_moe", "experts"), ("gpt_oss", "attention sinks")]
+)
+def test_what_a_gpu_has_no_kernels_for_is_refused(
+    tmp_path: Path, name: str, what: str, setting: dict[str, Any]
 ) -> None:
-    base = save_family(tmp_path, "qwen3_moe")
-    with pytest.raises(UnsupportedModel, match="has experts, for which"):
+    base = save_family(tmp_path, name)
+    with pytest.raises(UnsupportedModel, match=f"has {what}, for which"):
         Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
 
 
@@ -659,7 +730,8 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
     assert config.o_bias == (f"{attention}.o_proj.bias" in found)
     assert config.mlp_bias == (f"{mlp}.down_proj.bias" in found)
-    assert (1 in config.plan.expert_layers) == (f"{mlp}.gate.weight" in found)
+    assert (1 in config.plan.expert_layers) == (f"{mlp}.experts.down_proj" in found)
+    assert config.plan.has_sinks == (f"{attention}.sinks" in found)
     assert plan.base_shape(config) == BaseShape.from_config(
         json.loads((base / "config.json").read_text())
     )

@@ -28,7 +28,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
 TRAINED = (
     "llama", "qwen2", "qwen3", "qwen2-sliding", "smollm3", "granite", "olmo2", "gemma3", "seed_oss",
     "ministral3", "exaone4", "olmo3", "cohere2", "qwen3_5", "qwen3_moe",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "gpt_oss",
 )  # fmt: skip
 
 
