@@ -159,7 +159,37 @@ def tool_calls(
     return "\n".join(lines) + "\n"
 
 
-def behind_thought(answer: Grammar, begin: str, end: str, *, is_open: bool) -> Grammar:
+def harmony(
+    tools: Sequence[tuple[str, str]], *, is_required: bool, answer_schema: str | None
+) -> str:
+    """Return the Lark grammar of an answer of gpt-oss, whose prompt ends with a message's role.
+
+    The parameters are those of `tool_calls`. Any number of thoughts and of words before a call may
+    stand before the answer, which is a call or a message in the channel `final`.
+    """
+    names = [f"call_{i}" for i in range(len(tools))]
+    answers = names if is_required else [*names, "final"]
+    lines = [
+        f"start: before* ({' | '.join(answers)})",
+        'before: <|channel|> ("analysis" | "commentary") <|message|> TEXT <|end|> '
+        '<|start|> "assistant"',
+        "TEXT: /(?s:.*)/",
+    ]
+    for rule, (name, parameters) in zip(names, tools, strict=True):
+        to = f" to=functions.{name}"
+        lines += [
+            f'{rule}: ({_quoted(to)} <|channel|> "commentary" | <|channel|> '
+            f'{_quoted(f"commentary{to}")}) (" "? <|constrain|>? "json")? <|message|> {rule}_json',
+            f"{rule}_json: %json {json.dumps(_decoders(parameters) | {'x-guidance': _GUIDANCE})}",
+        ]
+    if not is_required:
+        lines.append('final: <|channel|> "final" <|message|> said')
+        schema = answer_schema and Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()
+        lines.append(f"said: %json {schema}" if schema else "said: TEXT")
+    return "\n".join(lines) + "\n"
+
+
+def behind_thought(answer: Grammar, begin: str, end: str, is_open: bool) -> Grammar:
     """Return the grammar of an answer that may follow a thought.
 
     answer      a schema, or Lark whose first rule is `start` and whose free text, if it has any,

@@ -1,8 +1,8 @@
 """Read the calls of tools in a model's text while it is written. Standard library only.
 
-A worker's grammar makes the model keep this form (`worker/grammar/calls.py`): each call is between
-`CALL_BEGIN` and `CALL_END`, a JSON object of the function's name and then its arguments. An answer
-that begins otherwise has no calls. The gateway shows the calls as they are read here, and the
+A worker's grammar makes the model keep this form (`worker/grammar/answers.py`), or the worker
+rewrites what gpt-oss writes: each call is between `CALL_BEGIN` and `CALL_END`, a JSON object of the
+function's name and then its arguments. The gateway shows the calls as they are read here, and the
 worker checks them so.
 """
 

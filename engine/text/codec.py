@@ -18,7 +18,8 @@ from contract.adapters.base_shape import context_length
 from engine.text.answer_text import Detokenizer
 from engine.text.chat_template import Chat, ChatTemplate, PromptError
 from engine.text.control_tokens import ControlTokens
-from engine.text.thoughts import ThoughtMarks
+from engine.text.harmony import Harmony
+from engine.text.thoughts import ThoughtMarks, Thoughts
 from engine.text.token_pieces import TokenPieces
 from engine.text.tokenizer_files import read_json, read_special_tokens
 
@@ -60,7 +61,10 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         #: Names of added tokens that are part of a text, as `<tool_call>` of some models.
         self.added_text = frozenset(each.content for each in added.values() if not each.special)
-        self.thought_marks = ThoughtMarks.of({each.content: id for id, each in added.items()})
+        ids = {each.content: token_id for token_id, each in added.items()}
+        #: The way in which the model tells its thoughts from its answer; None: it does not.
+        self.thoughts: Thoughts | None = ThoughtMarks.of(ids, self.pieces)
+        self.thoughts = self.thoughts or Harmony.of(ids, self.pieces)
 
     def with_template(self, source: str) -> Self:
         """Return a codec with this chat template: this one, if it has it."""
