@@ -261,9 +261,10 @@ class CpuAttentionStep:
         layout, num_heads = self._layout, self._num_heads
         rotated = self._rotate(heads[:, : num_heads + layout.num_kv_heads], layer)
         values = heads[:, num_heads + layout.num_kv_heads :]
-        kv = torch.cat((rotated[:, num_heads:], values), dim=1).view(-1, layout.head_dim)
-        rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
-        self._token_rows.index_copy_(0, rows, kv)
+        if heads.shape[1] > num_heads:  # else the keys and values are an earlier layer's
+            kv = torch.cat((rotated[:, num_heads:], values), dim=1).view(-1, layout.head_dim)
+            rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
+            self._token_rows.index_copy_(0, rows, kv)
         q = rotated[:, :num_heads]
         if self._growth is not None:
             q = q * self._growth

@@ -11,12 +11,14 @@ from contract.adapters.families import (
     DELTA_OUT,
     DELTA_SIZES,
     FUSED,
+    MLP,
     QKV,
     O,
     facts_of,
     has_images,
     text_config,
 )
+from contract.adapters.layer_shapes import gemma4_shapes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -29,6 +31,7 @@ class BaseShape:
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     delta_linears    the same of layers with a gated delta net
     delta_layers     these layers
+    own_linears      the same of layers whose linears differ from those of the first
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
@@ -49,10 +52,15 @@ class BaseShape:
     has_images: bool = False
     delta_linears: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     delta_layers: tuple[int, ...] = ()
+    own_linears: Mapping[int, Mapping[str, tuple[int, int]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def linears_of(self, layer: int) -> Mapping[str, tuple[int, int]]:
         """Return the linears of a layer, in the model's order."""
-        return self.delta_linears if layer in self.delta_layers else self.linears
+        if layer in self.delta_layers:
+            return self.delta_linears
+        return self.own_linears.get(layer, self.linears)
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
@@ -90,6 +98,8 @@ class BaseShape:
         widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
         mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
         mlp = mlp[: len(facts.mlp)]
+        linears = dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True))
+        of_layers = _linears(config, hidden, num_heads) if facts.has_shapes else [linears]
         delta_layers, delta = facts.delta_layers(config), _delta_widths(config, hidden) + mlp
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
@@ -101,12 +111,24 @@ class BaseShape:
             biased=facts.biased(config),
             fuses=facts.fuses,
             has_images=has_images(outer) or facts.has_image_names,
-            linears=dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True)),
+            linears=of_layers[0],
+            own_linears={i: own for i, own in enumerate(of_layers) if own != of_layers[0]},
             delta_linears=dict(zip((DELTA_OUT, *DELTA_IN, *facts.mlp), delta, strict=True))
             if delta_layers
             else {},
             delta_layers=delta_layers,
         )
+
+
+def _linears(
+    config: Mapping[str, Any], hidden: int, num_heads: int
+) -> list[dict[str, tuple[int, int]]]:
+    """Return each layer's linears -> (in, out), where layers have several shapes."""
+    names = (*QKV, *O, *MLP)
+    widths = (shape.widths(hidden, num_heads) for shape in gemma4_shapes(config))
+    return [
+        {name: pair for name, pair in zip(names, each, strict=True) if pair[1]} for each in widths
+    ]
 
 
 def _delta_widths(config: Mapping[str, Any], hidden: int) -> list[tuple[int, int]]:

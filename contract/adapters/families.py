@@ -56,6 +56,7 @@ class Facts:
     inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
+    has_shapes  whether layers have several shapes, as `contract.adapters.layer_shapes` says
     """
 
     head_dim: int | None = None
@@ -67,6 +68,7 @@ class Facts:
     mlp: tuple[str, ...] = MLP
     inner: str = "intermediate_size"
     delta_interval: int | None = None
+    has_shapes: bool = False
     biases: tuple[Bias, ...] = ()
 
     def delta_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -162,6 +164,22 @@ FAMILIES = {
         },
     ),
     "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "gemma4_text": Facts(
+        head_dim=256,
+        is_tied=True,
+        has_image_names=True,
+        has_shapes=True,
+        defaults={
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
     "gpt_oss": Facts(
         head_dim=64,
         mlp=(),
@@ -191,6 +209,7 @@ FAMILIES = {
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
 WITH_IMAGES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

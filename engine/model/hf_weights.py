@@ -48,6 +48,8 @@ def share_model(model: Any, *, may_pack: bool = False) -> LoadedModel:
     """
     _refuse(model)
     parameters = dict(model.named_parameters())
+    buffers = model.named_buffers()  # Gemma 4 saves this one
+    parameters |= {name: each for name, each in buffers if name.endswith(".layer_scalar")}
     first = next(iter(parameters.values()))
     for name, parameter in parameters.items():
         _check_parameter(name, parameter, first)

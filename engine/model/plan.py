@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from contract.adapters.layer_shapes import LayerShape
 from engine.model.rope import QueryGrowth, Rotation
 from kernels.delta import DeltaShape
 from kernels.experts import ExpertShape
@@ -55,6 +56,10 @@ class Plan:
     experts          of the layers that have them in the place of one MLP, the shape; None: there
                      are none
     expert_layers    which they are
+    logit_cap        the logits are cut off smoothly there; None: they are not
+    shapes           the layers' shapes, where they differ; values have then a norm, too, and a
+                     layer's sums are multiplied by a number of its own
+    per_layer        (vocabulary, width) of the layers' own embeddings; None: there are none
     unread           beginnings of the names of tensors that are not read
     max_positions    the context, if it is less than config.json's; None: it is not
     """
@@ -78,6 +83,9 @@ class Plan:
     has_sinks: bool = False
     experts: ExpertShape | None = None
     expert_layers: tuple[int, ...] = ()
+    logit_cap: float | None = None
+    shapes: tuple[LayerShape, ...] = ()
+    per_layer: tuple[int, int] | None = None
     unread: tuple[str, ...] = ()
     max_positions: int | None = None
 
@@ -86,6 +94,8 @@ class Plan:
         """Return the part of the layers without kernels for a GPU; empty: there is none."""
         if self.delta is not None:
             return "gated delta nets"
+        if self.shapes:
+            return "layers of several shapes"
         if self.has_sinks:
             return "attention sinks"
         return "" if self.experts is None else "experts"
@@ -102,5 +112,7 @@ class Plan:
         return hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Multiply logits [N, V] by their factor."""
+        """Multiply logits [N, V] by their factor, or cut them off."""
+        if self.logit_cap is not None:
+            return self.logit_cap * torch.tanh(logits / self.logit_cap)
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale

@@ -28,6 +28,7 @@ from kernels.training import (
     Mixer,
     Norm,
     Pools,
+    ShapedHeads,
     answer_loss,
     attention_sublayer,
     mlp_sublayer,
@@ -60,8 +61,14 @@ class TrainingModel:
                 "use one",
                 param="device",
             )
+        if any(shape.keys_of is not None for shape in config.plan.shapes):
+            raise UnsupportedModel(
+                "adapters of models whose layers share keys and values (num_kv_shared_layers) are "
+                "not trained: use another base",
+                param="num_kv_shared_layers",
+            )
         self._rope = LayerRopes(
-            config.head_dim, config.plan.rotations, config.max_positions, device
+            config.head_dims, config.plan.rotations, config.max_positions, device
         )
 
     @property
@@ -83,10 +90,11 @@ class TrainingModel:
         # two of them: on a GPU autograd works through a graph in a thread of its own.
         passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         hidden = self._embed(batch)
+        inputs = self._inputs(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
             taken = hidden.detach().requires_grad_()
-            hidden = self._layer(taken, index, batch, sites[index], pools)
+            hidden = self._shaped(taken, index, batch, sites[index], pools, inputs)
             passed.append((taken, hidden))
         self._pause()
         taken = hidden.detach().requires_grad_()
@@ -123,9 +131,10 @@ class TrainingModel:
     ) -> torch.Tensor:
         """-> [T, E], before the last norm"""
         hidden = self._embed(batch)
+        inputs = self._inputs(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
-            hidden = self._layer(hidden, index, batch, sites[index], pools)
+            hidden = self._shaped(hidden, index, batch, sites[index], pools, inputs)
         return hidden
 
     def _pause(self) -> None:
@@ -136,6 +145,29 @@ class TrainingModel:
         self._rope.extend_to(batch.rows.longest)
         hidden = functional.embedding(batch.token_ids, self._weights.embedding)
         return self.config.plan.embedded(hidden)
+
+    def _inputs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the layers' own inputs [T, L, P], which only some models have."""
+        per_layer = self._weights.per_layer
+        if per_layer is None:
+            return None
+        return per_layer.inputs(batch.token_ids, hidden, self.config.plan.eps)
+
+    def _shaped(
+        self,
+        hidden: torch.Tensor,
+        index: int,
+        batch: MicroBatch,
+        sites: Sequence[LoraSite],
+        pools: Pools,
+        inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what a layer makes of hidden [T, E], with what it adds by its own input."""
+        layer, eps = self._weights.layers[index], self.config.plan.eps
+        out = self._layer(hidden, index, batch, sites, pools)
+        if layer.per_layer is not None and inputs is not None:
+            out = out + layer.per_layer.added(out, inputs[:, index], eps)
+        return out if layer.scale == 1.0 else out * layer.scale
 
     def _norm(self, weight: torch.Tensor | None) -> Norm:
         plan = self.config.plan
@@ -215,14 +247,17 @@ class TrainingModel:
         if layer.delta is not None and plan.delta is not None:
             return DeltaHeads(plan.delta, layer.delta, plan.eps)
         heads = self._heads(index, layer)
+        if plan.shapes:
+            return ShapedHeads(heads, plan.shapes[index].has_v)
         return GatedHeads(heads) if plan.is_gated else heads
 
     def _heads(self, index: int, layer: LayerWeights) -> Heads:
         config, rope, growth = self.config, self._rope.layers[index], self.config.plan.growth
+        shape = config.shape(index)
         return Heads(
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
+            num_kv_heads=shape.kv_heads,
+            dim=shape.head_dim,
             cos=None if rope is None else rope.cos,
             sin=None if rope is None else rope.sin,
             pairs=None if rope is None else rope.pairs,
@@ -240,5 +275,5 @@ class TrainingModel:
         norm = self._norm(weights.norm * self.config.plan.logit_scale)
         return answer_loss(
             hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
-            norm=norm, reweigh=batch.reweigh,
+            norm=norm, reweigh=batch.reweigh, cap=self.config.plan.logit_cap,
         )  # fmt: skip

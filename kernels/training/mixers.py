@@ -8,7 +8,9 @@ import torch
 
 from kernels.delta import DeltaShape, DeltaState, DeltaWeights, delta_net, groups_of
 from kernels.gates import join_gates, split_gates
-from kernels.training.attention import Attended
+from kernels.rms_norm import rms_norm_ref
+from kernels.training.attention import Attended, Options, attention_by_row
+from kernels.training.rope import rotate_torch
 from kernels.training.segments import Rows
 from kernels.training.sublayers import Heads
 
@@ -46,7 +48,7 @@ class GatedHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Delta:
+class _Graph:
     """packed and out are of a graph of autograd's own."""
 
     packed: torch.Tensor
@@ -65,7 +67,7 @@ class DeltaHeads:
     weights: DeltaWeights
     eps: float
 
-    def attend(self, packed: torch.Tensor, rows: Rows) -> _Delta:
+    def attend(self, packed: torch.Tensor, rows: Rows) -> _Graph:
         with torch.enable_grad():
             packed = packed.detach().requires_grad_()
             parts, order = [], []
@@ -74,10 +76,47 @@ class DeltaHeads:
                 out, _ = delta_net(packed[places], state, self.weights, self.shape, self.eps)
                 parts.append(out.flatten(0, 1))
                 order.append(places.flatten())
-            return _Delta(packed, torch.cat(parts)[torch.cat(order).argsort()])
+            return _Graph(packed, torch.cat(parts)[torch.cat(order).argsort()])
 
     def backward(
-        self, packed: torch.Tensor, mixed: _Delta, dy: torch.Tensor, rows: Rows
+        self, packed: torch.Tensor, mixed: _Graph, dy: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(mixed.graph, mixed.packed, dy)
+        return gradient
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedHeads:
+    """`Mixer` of attention whose values have a norm, too; on a CPU, by autograd.
+
+    has_v  whether `packed` has values; else they are the keys before their norm
+    """
+
+    heads: Heads
+    has_v: bool
+
+    def attend(self, packed: torch.Tensor, rows: Rows) -> _Graph:
+        heads = self.heads
+        assert heads.qk_norm is not None and heads.cos is not None and heads.sin is not None
+        assert heads.scale is not None
+        with torch.enable_grad():
+            packed = packed.detach().requires_grad_()
+            x = packed.view(len(packed), -1, heads.dim)
+            q, k = x[:, : heads.num_heads], x[:, heads.num_heads :][:, : heads.num_kv_heads]
+            v = x[:, heads.num_heads + heads.num_kv_heads :] if self.has_v else k
+            q, k, v = (
+                rms_norm_ref(part, weight, heads.eps)
+                for part, weight in zip((q, k, v), heads.qk_norm, strict=True)
+            )
+            q, k = (
+                rotate_torch(part, heads.cos, heads.sin, rows.positions, back=False)
+                for part in (q, k)
+            )
+            out = attention_by_row(q, k, v, Options(rows, heads.scale, heads.window))
+            return _Graph(packed, out.flatten(1))
+
+    def backward(
+        self, packed: torch.Tensor, mixed: _Graph, dy: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(mixed.graph, mixed.packed, dy)
         return gradient

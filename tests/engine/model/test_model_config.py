@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from contract.adapters.base_shape import BaseShape, context_length
 from contract.adapters.families import FAMILIES as KNOWN
 from contract.adapters.families import WITH_IMAGES
+from contract.adapters.layer_shapes import LayerShape
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.adapters import plan
 from engine.model.config import ModelConfig
@@ -273,6 +274,44 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tie_embeddings": False, "max_positions": 32768,
         },
     ),
+    "gemma-4 of E2B's shapes, shortened": (
+        {
+            "model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio"},
+            "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999,
+            "eoa_token_index": 258883, "eoi_token_id": 258882, "image_token_id": 258880,
+            "text_config": {
+                "attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False,
+                "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536,
+                "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+                "max_position_embeddings": 131072, "model_type": "gemma4_text",
+                "num_attention_heads": 8, "num_experts": None, "num_hidden_layers": 10,
+                "num_key_value_heads": 1, "num_kv_shared_layers": 5, "rms_norm_eps": 1e-06,
+                "rope_parameters": {
+                    "full_attention": {
+                        "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                        "rope_type": "proportional",
+                    },
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+                },
+                "sliding_window": 512, "use_bidirectional_attention": None,
+                "use_double_wide_mlp": True, "vocab_size": 262144,
+                "vocab_size_per_layer_input": 262144,
+            },
+            "tie_word_embeddings": True, "video_token_id": 258884,
+            "vision_config": {"model_type": "gemma4_vision"},
+        },
+        {
+            "shapes": (
+                *[LayerShape(256, 1, 6144, False)] * 4, LayerShape(512, 1, 6144, True),
+                *[LayerShape(256, 1, 12288, False, keys_of=3)] * 4,
+                LayerShape(512, 1, 12288, True, keys_of=4),
+            ),
+            "kv_page": (6, 1, 256), "logit_cap": 30.0, "per_layer": (262144, 256),
+            "windows": (*[512] * 4, None) * 2, "has_images": True, "tie_embeddings": True,
+        },
+    ),
     "gpt-oss-20b, shortened": (
         {
             "model_type": "gpt_oss", "attention_bias": True, "eos_token_id": 200002,
@@ -499,6 +538,20 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("qwen3_moe", quantization_config={"bits": 4}), "quantization_config"),
         (config_of("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob"),
         (config_of("gpt_oss", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("gemma4", enable_moe_block=True), "enable_moe_block"),
+        (config_of("gemma4", attention_bias=True), "attention_bias"),
+        (config_of("gemma4", use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (config_of("gemma4", num_kv_shared_layers=3), "num_kv_shared_layers"),
+        (config_of("gemma4", layer_types=["chunked_attention"] * 4), "layer_types"),
+        (config_of("gemma4", per_layer_config={"1": {"sliding_window": 9}}), "per_layer_config"),
+        (config_of("gemma4", global_head_dim=24), "head_dim"),
+        (
+            config_of("gemma4", per_layer_config={"1": {"num_key_value_heads": 3}}),
+            "num_key_value_heads",
+        ),
+        (config_of("gemma4", rope_parameters=YARN), "rope_parameters"),
+        (config_of("gemma4", quantization_config={"bits": 4}), "quantization_config"),
+        ({"model_type": "gemma4_unified", "text_config": {}}, "model_type"),
         (config_of("gpt_oss", swiglu_limit=-1.0), "swiglu_limit"),
         (config_of("gpt_oss", experts_per_token=4), "experts_per_token"),
         (config_of("gpt_oss", sliding_window=None), "layer_types"),
@@ -698,7 +751,12 @@ def test_gpt_oss_may_be_stored_in_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", [{"use_triton": True}, {"base_precision": "fp8"}])
 @pytest.mark.parametrize(
-    ("name", "what"), [("qwen3_moe", "experts"), ("gpt_oss", "attention sinks")]
+    ("name", "what"),
+    [
+        ("qwen3_moe", "experts"),
+        ("gpt_oss", "attention sinks"),
+        ("gemma4", "layers of several shapes"),
+    ],
 )
 def test_what_a_gpu_has_no_kernels_for_is_refused(
     tmp_path: Path, name: str, what: str, setting: dict[str, Any]
@@ -706,6 +764,26 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(
     base = save_family(tmp_path, name)
     with pytest.raises(UnsupportedModel, match=f"has {what}, for which"):
         Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
+
+
+def test_layers_of_several_shapes_are_served_in_fp32_alone(tmp_path: Path) -> None:
+    base = save_family(tmp_path, "gemma4")
+    settings: list[dict[str, Any]] = [{"kv_precision": "fp8"}, {"dtype": "bfloat16"}]
+    for setting in settings:
+        with pytest.raises(UnsupportedModel) as raised:
+            Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
+        assert raised.value.param == next(iter(setting))
+
+
+def test_gemma4_without_sizes_of_its_layers_has_transformers_own() -> None:
+    fields = {**COMMON, "num_hidden_layers": 7, "attention_k_eq_v": True}
+    theirs = AutoConfig.for_model("gemma4_text", **fields, num_global_key_value_heads=1)
+    own = {**fields, "model_type": "gemma4_text", "rms_norm_eps": 1e-6}
+    config = ModelConfig.from_fields({**own, "num_global_key_value_heads": 1}, None)
+    for layer, (shape, kind) in enumerate(zip(config.plan.shapes, theirs.layer_types, strict=True)):
+        sizes = theirs.per_layer_config[layer]
+        assert (shape.head_dim, shape.kv_heads) == (sizes.head_dim, sizes.num_key_value_heads)
+        assert shape.is_full == (kind == "full_attention") != shape.has_v
 
 
 def test_an_unnamed_bias_is_refused(tmp_path: Path) -> None:
@@ -726,6 +804,9 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert share_model(model).config == config
     found = model.state_dict()
     attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    assert (config.plan.per_layer is not None) == (
+        "model.per_layer_projection_norm.weight" in found
+    )
     assert (config.plan.qk_norm is not None) == (f"{attention}.q_norm.weight" in found)
     assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
     assert config.o_bias == (f"{attention}.o_proj.bias" in found)
