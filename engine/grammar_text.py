@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from contract.schemas.ecma_regex import BadPattern
 from contract.schemas.formats import PATTERNS
 from contract.schemas.patterns import texts_of
 from engine.errors import BadGrammar
+from engine.text.call_formats import CallFormat
 
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may
 #: write newlines until its tokens are used up. This replaces the schema's own "x-guidance".
@@ -159,6 +161,60 @@ def tool_calls(
     return "\n".join(lines) + "\n"
 
 
+def native_calls(
+    tools: Sequence[tuple[str, str]],
+    form: CallFormat,
+    tokens: Mapping[str, int],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    free_text: str,
+    answer_schema: str | None,
+) -> str:
+    """Return the Lark grammar of an answer that calls tools in a model's own form.
+
+    The other parameters are those of `tool_calls`.
+
+    tokens  the vocabulary's added tokens by name, which text alone does not match
+    """
+    names = [f"call_{i}" for i in range(len(tools))]
+    more = f"(joint call){{0,{MAX_CALLS - 1}}}" if is_parallel and form.joint is not None else ""
+    answer = f"begin call {more} end"
+    lines = [
+        f"start: {answer}" if is_required else f"start: {answer} | other",
+        f"call: {' | '.join(names)}",
+        f"begin: {_with_tokens(form.begin, tokens)}",
+        f"joint: {_with_tokens(form.joint or '', tokens)}",
+        f"end: {_with_tokens(form.end, tokens)}",
+    ]
+    for rule, (name, parameters) in zip(names, tools, strict=True):
+        start, tail = (_with_tokens(each, tokens) for each in (form.start(name), form.tail))
+        if answer_schema is not None and start.startswith('"{'):
+            start = f'"{{" "{start[2:]}'  # a brace apart, as in JSON: else no object begins so
+        lines += [f"{rule}: {start} {rule}_json {tail}", f"{rule}_json: {_json(parameters)}"]
+    if not is_required:
+        schema = answer_schema and Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()
+        free = f"/{free_text.replace('/', chr(92) + '/')}/"
+        lines.append(f"other: %json {schema}" if schema else f"other: {free}")
+    return "\n".join(lines) + "\n"
+
+
+def _with_tokens(text: str, tokens: Mapping[str, int]) -> str:
+    """Return text in which the names of tokens mean these."""
+    known = sorted((name for name in tokens if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+    return (
+        " ".join(
+            f"<[{tokens[part]}]>" if part in tokens else _quoted(part) for part in parts if part
+        )
+        or '""'
+    )
+
+
+def _json(parameters: str) -> str:
+    return f"%json {json.dumps(_decoders(parameters) | {'x-guidance': _GUIDANCE})}"
+
+
 def harmony(
     tools: Sequence[tuple[str, str]], *, is_required: bool, answer_schema: str | None
 ) -> str:
@@ -180,7 +236,7 @@ def harmony(
         lines += [
             f'{rule}: ({_quoted(to)} <|channel|> "commentary" | <|channel|> '
             f'{_quoted(f"commentary{to}")}) (" "? <|constrain|>? "json")? <|message|> {rule}_json',
-            f"{rule}_json: %json {json.dumps(_decoders(parameters) | {'x-guidance': _GUIDANCE})}",
+            f"{rule}_json: {_json(parameters)}",
         ]
     if not is_required:
         lines.append('final: <|channel|> "final" <|message|> said')

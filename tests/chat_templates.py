@@ -130,11 +130,17 @@ TEMPLATES = {
 }
 
 
-def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path:
-    """Write the files of a base model that text needs."""
+def write_tokenizer(
+    folder: Path, template: str, *, context: int = 2048, model_type: str = "", source: str = ""
+) -> Path:
+    """Write the files of a base model that text needs.
+
+    source  of another chat template than the named one's
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    source, begin, end = TEMPLATES[template]
+    own, begin, end = TEMPLATES[template]
+    source = source or own
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,5 +160,6 @@ def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": source, "bos_token": begin, "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    config = {"max_position_embeddings": context, "model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

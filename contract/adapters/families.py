@@ -56,6 +56,7 @@ class Facts:
     inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
+    calls     the forms in which its models may write calls of tools, see `engine.text.call_formats`
     has_shapes  whether layers have several shapes, as `contract.adapters.layer_shapes` says
     """
 
@@ -68,6 +69,7 @@ class Facts:
     mlp: tuple[str, ...] = MLP
     inner: str = "intermediate_size"
     delta_interval: int | None = None
+    calls: tuple[str, ...] = ()
     has_shapes: bool = False
     biases: tuple[Bias, ...] = ()
 
@@ -102,16 +104,17 @@ GATE_UP = MLP[:2]
 FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
 
 _ATTENTION = Bias(linears=QKV + O, field="attention_bias")
+_MISTRAL = ("mistral_args", "mistral_3", "mistral")
 _MLP = Bias(linears=MLP, field="mlp_bias")
 
 #: model_type -> its facts
 FAMILIES = {
-    "llama": Facts(biases=(_ATTENTION, _MLP)),
-    "mistral": Facts(),
+    "llama": Facts(calls=("llama",), biases=(_ATTENTION, _MLP)),
+    "mistral": Facts(calls=_MISTRAL),
     "qwen2": Facts(biases=(Bias(linears=QKV),)),
     "qwen3": Facts(head_dim=128, biases=(_ATTENTION,)),
     "smollm3": Facts(is_tied=True, biases=(_ATTENTION, _MLP)),
-    "granite": Facts(biases=(_ATTENTION, _MLP)),
+    "granite": Facts(calls=("granite",), biases=(_ATTENTION, _MLP)),
     "phi3": Facts(fuses=(QKV, GATE_UP)),
     "olmo2": Facts(biases=(_ATTENTION,)),
     "gemma3_text": Facts(
@@ -137,10 +140,11 @@ FAMILIES = {
             _MLP,
         ),
     ),
-    "ministral3": Facts(head_dim=128),
+    "ministral3": Facts(head_dim=128, calls=_MISTRAL),
     "exaone4": Facts(),
     "glm4": Facts(
         head_dim=128,
+        calls=("glm4",),
         biases=(Bias(linears=QKV, field="attention_bias", default=True),),
         fuses=(GATE_UP,),
     ),

@@ -1,18 +1,25 @@
 """Makes the grammar of an answer: what binds it, and leaves room for a thought before it.
 
-For all models but gpt-oss it enforces the same form of a call: `CALL_BEGIN`, a JSON object with
-name and arguments, which obey the function's schema, and `CALL_END`. `engine.text.chat_rendering`
-describes the tools to the model.
+A call has the form that the model knows (`engine.text.call_formats`, gpt-oss's messages), or ours:
+`CALL_BEGIN`, a JSON object with name and arguments, and `CALL_END`, which
+`engine.text.chat_rendering` describes to the model. Arguments obey the function's schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from contract.messages.protocol import CALL_BEGIN, CALL_END, GenerateJob
 from contract.messages.tool_calls import BLANKS
 from contract.schemas.patterns import not_beginning_with
-from engine.grammar_text import Grammar, GrammarKind, behind_thought, harmony, tool_calls
+from engine.grammar_text import (
+    Grammar,
+    GrammarKind,
+    behind_thought,
+    harmony,
+    native_calls,
+    tool_calls,
+)
 from engine.text.codec import TextCodec
 from engine.text.harmony import Harmony
 from engine.text.thoughts import BEGIN, END, ThoughtMarks
@@ -36,7 +43,7 @@ def answer_grammar(job: GenerateJob, prompt: Sequence[int], codec: TextCodec) ->
     if marks is not None and marks.is_closed(prompt):
         marks = None
     if functions:
-        calls = _calls(job, codec.added_text, None if marks is None else BEGIN)
+        calls = _calls(job, codec, None if marks is None else BEGIN)
         grammar = Grammar(GrammarKind.LARK, calls)
     else:
         assert schema is not None
@@ -54,20 +61,36 @@ def _callable(job: GenerateJob) -> tuple[list[tuple[str, str]], bool]:
     return functions, choice != "auto"
 
 
-def _calls(job: GenerateJob, tokens: Collection[str], thought: str | None) -> str:
+def _calls(job: GenerateJob, codec: TextCodec, thought: str | None) -> str:
     """Return the Lark grammar of an answer that may call the job's tools.
 
-    tokens   the vocabulary's added tokens that are text
     thought  the mark with which its other text does not begin, because a thought does
     """
     functions, is_required = _callable(job)
+    form = codec.call_format
+    if form is not None:
+        starts = [form.begin + form.start(name) for name, _ in functions]
+        return native_calls(
+            functions,
+            form,
+            codec.added_ids,
+            is_required=is_required,
+            is_parallel=_may_repeat(job),
+            free_text=not_beginning_with(*starts, *filter(None, (thought,)), after=BLANKS),
+            answer_schema=job.decoding_schema or job.json_schema,
+        )
     return tool_calls(
         functions,
         begin=CALL_BEGIN,
         end=CALL_END,
         is_required=is_required,
-        tokens=tokens,
-        is_parallel=job.parallel_tool_calls and not (job.tool_choice or "").startswith("="),
+        tokens=codec.added_text,
+        is_parallel=_may_repeat(job),
         free_text=not_beginning_with(*filter(None, (CALL_BEGIN.strip(), thought)), after=BLANKS),
         answer_schema=job.decoding_schema or job.json_schema,
     )
+
+
+def _may_repeat(job: GenerateJob) -> bool:
+    """Return whether an answer may have several calls."""
+    return job.parallel_tool_calls and not (job.tool_choice or "").startswith("=")

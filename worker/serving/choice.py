@@ -13,6 +13,7 @@ from contract.messages.protocol import FinishReason, GenerateJob, TokenEvent
 from contract.messages.tool_calls import BLANKS
 from engine.request import RequestOutput, TokenLogprob
 from engine.text.answer_text import AnswerText
+from engine.text.call_formats import CallTranslator
 from engine.text.codec import TextCodec
 from engine.text.thoughts import AnswerReader, Part
 from worker.grammar.checks import is_bound
@@ -47,6 +48,10 @@ class Choice:
         self._thought = self._text = ""
         self._thought_text = AnswerText(codec.pieces, continues=True)
         self._reader: AnswerReader | None = None
+        self._calls: CallTranslator | None = None
+        if job.tools and codec.call_format is not None:
+            names = [tool["function"]["name"] for tool in job.tools]
+            self._calls = CallTranslator(codec.call_format, names)
         self._has_thought = False
         self._held_blanks = ""
         self._logprobs: list[dict[str, Any]] = []
@@ -164,6 +169,8 @@ class Choice:
             self._add(self._read.finish())
             if self._reader is not None and output.finish_reason == FinishReason.STOP:
                 self._add(self._reader.finish())
+            if self._calls is not None:
+                self._tell(self._calls.finish())
             is_stopped = self._read.stop_string is not None
             self.finish_reason = FinishReason.STOP if is_stopped else output.finish_reason
 
@@ -174,6 +181,8 @@ class Choice:
             if self._reader is not None and self._read_part(self._reader, token_id):
                 continue
             is_first = self._read.is_first
+            if self._calls is not None and self._codec.is_special(token_id):
+                self._add(self._calls.mark(self._codec.names([token_id])[0]))
             piece, shown = self._read.feed(token_id)
             self._add(shown)
             if entries:
@@ -204,6 +213,10 @@ class Choice:
         self._has_thought = self._has_thought or bool(shown)
 
     def _add(self, text: str) -> None:
+        """Add to the answer's text, in which a call has our form."""
+        self._tell(text if self._calls is None else self._calls.feed(text))
+
+    def _tell(self, text: str) -> None:
         self._text += text
         if self._job.json_schema is not None or self._job.tools:
             self.answer += text

@@ -1,0 +1,130 @@
+"""The forms in which base models write calls of tools, and their translation into one form.
+
+`contract.messages.tool_calls` has that form. A family's facts name those that its models may write;
+which one it is, the chat template says. A grammar binds the model to the form (`worker.grammar`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from contract.adapters.families import FAMILIES
+from contract.messages.protocol import CALL_BEGIN, CALL_END
+from contract.messages.tool_calls import BLANKS, ObjectEnd
+
+
+class CallFormat(NamedTuple):
+    """A form of calls: begin, head NAME middle {arguments} tail, joint, head NAME …, end.
+
+    sign   what a chat template has that writes calls so
+    joint  between two calls; None: there is one alone
+    """
+
+    sign: str
+    begin: str = ""
+    head: str = '{"name": "'
+    middle: str = '", "arguments": '
+    tail: str = "}"
+    joint: str | None = ", "
+    end: str = "]"
+
+    def has(self, token: str) -> bool:
+        """Return whether a token's name is a part of the form."""
+        return any(token in part for part in (self.begin, self.middle, self.joint or "", self.end))
+
+    def start(self, name: str) -> str:
+        """Return what stands before a call's arguments."""
+        return f"{self.head}{name}{self.middle}"
+
+
+#: name in `contract.adapters.families.Facts.calls` -> the form
+FORMATS = {
+    "llama": CallFormat('"parameters": ', middle='", "parameters": ', joint=None, end=""),
+    "mistral": CallFormat("[TOOL_CALLS]", begin="[TOOL_CALLS]["),
+    "mistral_3": CallFormat("[TOOL_CALLS] [", begin="[TOOL_CALLS] ["),
+    "mistral_args": CallFormat(
+        "[ARGS]", "[TOOL_CALLS]", head="", middle="[ARGS]", tail="", joint="[TOOL_CALLS]", end=""
+    ),
+    "glm4": CallFormat("<|observation|>", "", head="", middle="\n", tail="", joint=None, end=""),
+    "granite": CallFormat("<|tool_call|>", begin="<|tool_call|>["),
+}
+
+
+def call_format(config: Mapping[str, object], template: str) -> CallFormat | None:
+    """Return the form of a base's calls; None: the form that is ours.
+
+    config  its config.json, that of its text model
+    """
+    facts = FAMILIES.get(str(config.get("model_type")))
+    for name in () if facts is None else facts.calls:
+        if FORMATS[name].sign in template:
+            return FORMATS[name]
+    return None
+
+
+class CallTranslator:
+    """Translates the text of one answer while it is written.
+
+    names  of the functions that may be called
+    """
+
+    def __init__(self, form: CallFormat, names: Sequence[str]) -> None:
+        self._form = form
+        self._firsts = {form.begin + form.start(name): name for name in names}
+        joint = form.tail + (form.joint or "")
+        self._nexts = {joint + form.start(name): name for name in names if form.joint is not None}
+        self._held, self._is_text = "", False
+        self._arguments: ObjectEnd | None = None
+        self._has_calls = False
+
+    def feed(self, text: str) -> str:
+        """Return what more text means; its end is held back where it may begin a call."""
+        if self._is_text:
+            return text
+        self._held += text
+        shown = ""
+        while True:
+            if self._arguments is not None:
+                end = self._arguments.find(self._held)
+                shown += self._held[:end]
+                self._held = self._held[end:]
+                if not self._arguments.is_found:
+                    return shown
+                self._arguments = None
+                shown += "}" + CALL_END
+            found = self._begun()
+            if found is None:
+                return shown + self._as_text()
+            start, name = found
+            self._held = self._held[len(start) :]
+            self._arguments, self._has_calls = ObjectEnd(), True
+            shown += f'{CALL_BEGIN}{{"name": {json.dumps(name)}, "arguments": '
+
+    def mark(self, token: str) -> str:
+        """Return a special token's name if it is a part of a call; it has no text else."""
+        return token if self._form.has(token) else ""
+
+    def finish(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return "" if self._has_calls else held
+
+    def _begun(self) -> tuple[str, str] | None:
+        """Return the beginning of a call that is whole, and the call's name."""
+        starts = self._nexts if self._has_calls else self._firsts
+        if not self._has_calls:
+            text = self._held.lstrip(BLANKS)
+            self._held = text if any(text.startswith(start) for start in starts) else self._held
+        return next(
+            ((start, name) for start, name in starts.items() if self._held.startswith(start)), None
+        )
+
+    def _as_text(self) -> str:
+        """Return what was held back once it cannot begin a call."""
+        text = self._held.lstrip(BLANKS)
+        if self._has_calls or any(start.startswith(text) for start in self._firsts):
+            return ""
+        self._is_text = True
+        return self.finish()

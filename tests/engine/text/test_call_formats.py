@@ -1,0 +1,77 @@
+"""Calls in the forms of other models become calls in ours, whatever pieces they come in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from contract.messages.tool_calls import read_calls
+from engine.text.call_formats import FORMATS, CallTranslator, call_format
+
+FIRST, SECOND = '{"a": "} \\"x\\" ["}', '{"b": {"c": [1, {}]}}'
+WRITTEN = {
+    "llama": f'{{"name": "f", "parameters": {FIRST}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "f", "arguments": {FIRST}}}, '
+    f'{{"name": "g_2", "arguments": {SECOND}}}]',
+    "mistral_3": f'[TOOL_CALLS] [{{"name": "f", "arguments": {FIRST}}}]',
+    "mistral_args": f"[TOOL_CALLS]f[ARGS]{FIRST}[TOOL_CALLS]g_2[ARGS]{SECOND}",
+    "glm4": f"f\n{FIRST}",
+    "granite": f'<|tool_call|>[{{"name": "f", "arguments": {FIRST}}}, '
+    f'{{"name": "g_2", "arguments": {SECOND}}}]',
+}
+
+
+def translated(name: str, text: str, size: int) -> str:
+    translator = CallTranslator(FORMATS[name], ["g", "f", "g_2"])
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return "".join(map(translator.feed, pieces)) + translator.finish()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls(name: str, size: int) -> None:
+    calls = [("f", FIRST), ("g_2", SECOND)][: 2 if "g_2" in WRITTEN[name] else 1]
+    for blanks in ("", "\n "):
+        assert read_calls(translated(name, blanks + WRITTEN[name], size)) == calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", "It is."),
+        ("llama", '{"name": "f", "n": 1}'),
+        ("llama", '\n{"name": "fa'),
+        ("mistral", "[TOOL_CALL] is"),
+        ("glm4", "\nf is a function"),
+        ("glm4", "g"),
+    ],
+)
+def test_other_text(name: str, text: str, size: int) -> None:
+    assert translated(name, text, size) == text
+
+
+def test_a_call_that_is_cut_off_has_no_end() -> None:
+    assert translated("glm4", 'f\n{"a": "', 2) == '<tool_call>\n{"name": "f", "arguments": {"a": "'
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "name"),
+    [
+        ("llama", '{"name": "x", "parameters": {}}', "llama"),
+        ("llama", "<tool_call>", None),
+        ("mistral", "[TOOL_CALLS] [", "mistral_3"),
+        ("mistral", "[TOOL_CALLS][", "mistral"),
+        ("ministral3", "[TOOL_CALLS]f[ARGS]", "mistral_args"),
+        ("glm4", "<|observation|>", "glm4"),
+        ("granite", "<|tool_call|>", "granite"),
+        ("qwen2", '"parameters": ', None),
+        (None, "[TOOL_CALLS]", None),
+    ],
+)
+def test_the_family_and_its_template_say_which_form(
+    family: str | None, template: str, name: str | None
+) -> None:
+    config = json.loads(json.dumps({"model_type": family}))
+    assert call_format(config, template) == (None if name is None else FORMATS[name])

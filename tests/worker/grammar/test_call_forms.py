@@ -1,0 +1,70 @@
+"""A model whose template writes calls in a form of its own is bound to it, and answers in ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from contract.messages.protocol import FinishReason
+from contract.messages.tool_calls import read_calls
+from engine.request import RequestOutput
+from engine.text.codec import TextCodec
+from tests.chat_templates import write_tokenizer
+from tests.messages import make_job
+from tests.worker.grammar.test_thoughts import SCHEMA, TOOL, is_allowed
+from worker.serving.choice import Choice
+
+CALL = '{"n": 1}'
+FORMS = {
+    "llama": ("llama3", "", f'{{"name": "f", "parameters": {CALL}}}', 1),
+    "mistral": ("mistral", "", f'[TOOL_CALLS] [{{"name": "f", "arguments": {CALL}}}, '
+                f'{{"name": "f", "arguments": {CALL}}}]', 2),
+    "ministral3": ("mistral", "{{ tools }}[TOOL_CALLS]f[ARGS]{}",
+                   f"[TOOL_CALLS]f[ARGS]{CALL}[TOOL_CALLS]f[ARGS]{CALL}", 2),
+    "glm4": ("chatml", "{{ tools }}<|observation|>", f"f\n{CALL}", 1),
+}  # fmt: skip
+BOUND: dict[str, Any] = {"tools": (TOOL,), "tool_schemas": (SCHEMA,)}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    template, source, text, number = FORMS[request.param]
+    folder: Path = tmp_path_factory.mktemp("base")
+    write_tokenizer(folder, template, model_type=request.param, source=source)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return TextCodec(folder), tokenizer, settings["eos_token"], text, number
+
+
+def test_the_grammar_takes_the_models_own_form(family: Any) -> None:
+    codec, tokenizer, end, text, number = family
+
+    def takes(answer: str, **fields: Any) -> bool:
+        return is_allowed(codec, tokenizer, answer, end=end, **{**BOUND, **fields})
+
+    assert takes(text)
+    assert takes(text, tool_choice="required")
+    assert takes("It is so.")
+    assert not takes("It is so.", tool_choice="required")
+    assert not takes(text.replace("1", '"1"'))
+    assert takes(text, parallel_tool_calls=False) is (number == 1)
+    assert takes('{"n": 2}', json_schema=SCHEMA)
+    assert not takes("It is so.", json_schema=SCHEMA)
+
+
+def test_the_answer_has_calls_in_our_form(family: Any) -> None:
+    codec, tokenizer, _, text, number = family
+    messages = ({"role": "user", "content": "Why?"},)
+    job = make_job(text=None, messages=messages, **BOUND)
+    for answer, calls in ((text, [("f", CALL)] * number), ("It is so.", [])):
+        choice = Choice(job, codec, 0)
+        choice.begin([1])
+        for token_id in tokenizer.encode(answer, add_special_tokens=False).ids:
+            choice.feed(RequestOutput(request_id="r", token_ids=[token_id]))
+        choice.feed(RequestOutput(request_id="r", token_ids=[], finish_reason=FinishReason.STOP))
+        assert read_calls(choice.answer) == calls
+        assert calls or choice.answer == answer
