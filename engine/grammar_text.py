@@ -16,6 +16,7 @@ from typing import Any
 from contract.schemas.ecma_regex import BadPattern
 from contract.schemas.formats import PATTERNS
 from contract.schemas.patterns import texts_of
+from engine.bare_grammar import BareRules, common_rules
 from engine.errors import BadGrammar
 from engine.text.call_formats import CallFormat
 
@@ -191,7 +192,15 @@ def native_calls(
         start, tail = (_with_tokens(each, tokens) for each in (form.start(name), form.tail))
         if answer_schema is not None and start.startswith('"{'):
             start = f'"{{" "{start[2:]}'  # a brace apart, as in JSON: else no object begins so
-        lines += [f"{rule}: {start} {rule}_json {tail}", f"{rule}_json: {_json(parameters)}"]
+        lines.append(f"{rule}: {start} {rule}_arguments {tail}")
+        if form.quote:
+            bare = BareRules(rule, _with_tokens(form.quote, tokens))
+            whole = bare.value(_decoders(parameters))
+            lines += [f"{rule}_arguments: {whole}", *bare.rules]
+        else:
+            lines.append(f"{rule}_arguments: {_json(parameters)}")
+    if form.quote:
+        lines += common_rules(_with_tokens(form.quote, tokens))
     if not is_required:
         schema = answer_schema and Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()
         free = f"/{free_text.replace('/', chr(92) + '/')}/"

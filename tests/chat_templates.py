@@ -131,11 +131,18 @@ TEMPLATES = {
 
 
 def write_tokenizer(
-    folder: Path, template: str, *, context: int = 2048, model_type: str = "", source: str = ""
+    folder: Path,
+    template: str,
+    *,
+    context: int = 2048,
+    model_type: str = "",
+    source: str = "",
+    special: tuple[str, ...] = (),
 ) -> Path:
     """Write the files of a base model that text needs.
 
-    source  of another chat template than the named one's
+    source   of another chat template than the named one's
+    special  further special tokens
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -148,7 +155,7 @@ def write_tokenizer(
         ["system user assistant: hello world,  how are you? \n\n <tool_call> {} </think>"] * 3,
         trainers.BpeTrainer(
             vocab_size=420,
-            special_tokens=[*SPECIAL, *(HARMONY if template == "harmony" else ())],
+            special_tokens=[*SPECIAL, *special, *(HARMONY if template == "harmony" else ())],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),

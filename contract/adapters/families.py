@@ -172,6 +172,7 @@ FAMILIES = {
         head_dim=256,
         is_tied=True,
         has_image_names=True,
+        calls=("gemma4",),
         has_shapes=True,
         defaults={
             "vocab_size": 262144,

@@ -7,6 +7,7 @@ which one it is, the chat template says. A grammar binds the model to the form (
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class CallFormat(NamedTuple):
 
     sign   what a chat template has that writes calls so
     joint  between two calls; None: there is one alone
+    quote  stands around texts of arguments, whose keys are then bare; "": they are JSON
     """
 
     sign: str
@@ -29,10 +31,17 @@ class CallFormat(NamedTuple):
     tail: str = "}"
     joint: str | None = ", "
     end: str = "]"
+    quote: str = ""
 
     def has(self, token: str) -> bool:
         """Return whether a token's name is a part of the form."""
-        return any(token in part for part in (self.begin, self.middle, self.joint or "", self.end))
+        parts = (
+            *(self.begin, self.head, self.middle, self.tail),
+            self.joint or "",
+            self.end,
+            self.quote,
+        )
+        return any(token in part for part in parts)
 
     def start(self, name: str) -> str:
         """Return what stands before a call's arguments."""
@@ -48,6 +57,9 @@ FORMATS = {
         "[ARGS]", "[TOOL_CALLS]", head="", middle="[ARGS]", tail="", joint="[TOOL_CALLS]", end=""
     ),
     "glm4": CallFormat("<|observation|>", "", head="", middle="\n", tail="", joint=None, end=""),
+    "gemma4": CallFormat(
+        "<|tool_call>", "", "<|tool_call>call:", "", "<tool_call|>", joint="", end="", quote='<|"|>'
+    ),
     "granite": CallFormat("<|tool_call|>", begin="<|tool_call|>["),
 }
 
@@ -64,6 +76,55 @@ def call_format(config: Mapping[str, object], template: str) -> CallFormat | Non
     return None
 
 
+class BareObject:
+    """Makes JSON of an object with bare keys, whose text comes in pieces.
+
+    quote     the mark around texts
+    is_found  whether the object has ended
+    """
+
+    _WORD = re.compile(r"[^\s{}\[\],:<]+")
+
+    def __init__(self, quote: str) -> None:
+        self.is_found = False
+        self._quote, self._is_in_text, self._depth = quote, False, 0
+
+    def take(self, text: str) -> tuple[str, str]:
+        """Return the next piece as JSON, and its rest, which may be part of a mark or word."""
+        shown = ""
+        while text and not self.is_found:
+            if self._is_in_text:
+                end = text.find(self._quote)
+                is_whole = end >= 0
+                end = end if is_whole else len(text) - _overlap(text, self._quote)
+                shown += json.dumps(text[:end], ensure_ascii=False)[1:-1]
+                text = text[end:]
+                if not is_whole:
+                    break
+            if text.startswith(self._quote):
+                shown, text = f'{shown}"', text[len(self._quote) :]
+                self._is_in_text = not self._is_in_text
+                continue
+            word = self._WORD.match(text)
+            if self._quote.startswith(text) or (word and word.end() == len(text)):
+                break
+            if word:
+                is_key = text[word.end()] == ":"
+                shown += json.dumps(word[0]) if is_key else word[0]
+                text = text[word.end() :]
+                continue
+            self._depth += (text[0] in "{[") - (text[0] in "}]")
+            shown, text = shown + text[0], text[1:]
+            self.is_found = self._depth == 0
+        return shown, text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `mark`."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+
+
 class CallTranslator:
     """Translates the text of one answer while it is written.
 
@@ -72,11 +133,14 @@ class CallTranslator:
 
     def __init__(self, form: CallFormat, names: Sequence[str]) -> None:
         self._form = form
-        self._firsts = {form.begin + form.start(name): name for name in names}
+        brace = "{" if form.quote else ""  # where the name's end is
         joint = form.tail + (form.joint or "")
-        self._nexts = {joint + form.start(name): name for name in names if form.joint is not None}
+        self._firsts = {f"{form.begin}{form.start(name)}{brace}": name for name in names}
+        self._nexts = {f"{joint}{form.start(name)}{brace}": name for name in names}
+        if form.joint is None:
+            self._nexts = {}
         self._held, self._is_text = "", False
-        self._arguments: ObjectEnd | None = None
+        self._arguments: ObjectEnd | BareObject | None = None
         self._has_calls = False
 
     def feed(self, text: str) -> str:
@@ -87,9 +151,12 @@ class CallTranslator:
         shown = ""
         while True:
             if self._arguments is not None:
-                end = self._arguments.find(self._held)
-                shown += self._held[:end]
-                self._held = self._held[end:]
+                if isinstance(self._arguments, BareObject):
+                    more, self._held = self._arguments.take(self._held)
+                else:
+                    end = self._arguments.find(self._held)
+                    more, self._held = self._held[:end], self._held[end:]
+                shown += more
                 if not self._arguments.is_found:
                     return shown
                 self._arguments = None
@@ -98,8 +165,9 @@ class CallTranslator:
             if found is None:
                 return shown + self._as_text()
             start, name = found
-            self._held = self._held[len(start) :]
-            self._arguments, self._has_calls = ObjectEnd(), True
+            quote, self._has_calls = self._form.quote, True
+            self._held = self._held[len(start) - bool(quote) :]
+            self._arguments = BareObject(quote) if quote else ObjectEnd()
             shown += f'{CALL_BEGIN}{{"name": {json.dumps(name)}, "arguments": '
 
     def mark(self, token: str) -> str:

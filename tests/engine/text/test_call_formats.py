@@ -22,6 +22,10 @@ WRITTEN = {
 }
 
 
+BARE = '{a:<|"|>} "x" [<|"|>,b:{c_d:[1,-2.5,<|"|>é\\n<|"|>],e:true,f:{}}}'
+WRITTEN["gemma4"] = f"<|tool_call>call:f{BARE}<tool_call|><|tool_call>call:g_2{{}}<tool_call|>"
+
+
 def translated(name: str, text: str, size: int) -> str:
     translator = CallTranslator(FORMATS[name], ["g", "f", "g_2"])
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -32,6 +36,12 @@ def translated(name: str, text: str, size: int) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls(name: str, size: int) -> None:
     calls = [("f", FIRST), ("g_2", SECOND)][: 2 if "g_2" in WRITTEN[name] else 1]
+    if name == "gemma4":
+        arguments = {"a": '} "x" [', "b": {"c_d": [1, -2.5, "é\\n"], "e": True, "f": {}}}
+        calls = [("f", arguments), ("g_2", {})]
+        found = read_calls(translated(name, WRITTEN[name], size))
+        assert [(called, json.loads(text)) for called, text in found] == calls
+        return
     for blanks in ("", "\n "):
         assert read_calls(translated(name, blanks + WRITTEN[name], size)) == calls
 

@@ -25,8 +25,11 @@ FORMS = {
                 f'{{"name": "f", "arguments": {CALL}}}]', 2),
     "ministral3": ("mistral", "{{ tools }}[TOOL_CALLS]f[ARGS]{}",
                    f"[TOOL_CALLS]f[ARGS]{CALL}[TOOL_CALLS]f[ARGS]{CALL}", 2),
+    "gemma4_text": ("chatml", "{{ tools }}<|tool_call>", "<|tool_call>call:f{n:1}<tool_call|>"
+                    "<|tool_call>call:f{n:1}<tool_call|>", 2),
     "glm4": ("chatml", "{{ tools }}<|observation|>", f"f\n{CALL}", 1),
 }  # fmt: skip
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
 BOUND: dict[str, Any] = {"tools": (TOOL,), "tool_schemas": (SCHEMA,)}
 
 
@@ -34,7 +37,8 @@ BOUND: dict[str, Any] = {"tools": (TOOL,), "tool_schemas": (SCHEMA,)}
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     template, source, text, number = FORMS[request.param]
     folder: Path = tmp_path_factory.mktemp("base")
-    write_tokenizer(folder, template, model_type=request.param, source=source)
+    special = GEMMA if request.param == "gemma4_text" else ()
+    write_tokenizer(folder, template, model_type=request.param, source=source, special=special)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return TextCodec(folder), tokenizer, settings["eos_token"], text, number
@@ -66,5 +70,56 @@ def test_the_answer_has_calls_in_our_form(family: Any) -> None:
         for token_id in tokenizer.encode(answer, add_special_tokens=False).ids:
             choice.feed(RequestOutput(request_id="r", token_ids=[token_id]))
         choice.feed(RequestOutput(request_id="r", token_ids=[], finish_reason=FinishReason.STOP))
-        assert read_calls(choice.answer) == calls
+        found = [(name, json.loads(each)) for name, each in read_calls(choice.answer)]
+        assert found == [(name, json.loads(each)) for name, each in calls]
         assert calls or choice.answer == answer
+
+
+ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": ["integer", "null"]},
+        "unit": {"enum": ["C", "F", 3]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+        "flag": {"anyOf": [{"type": "boolean"}, {"const": "no"}]},
+        "any": {},
+        "map": {"type": "object"},
+    },
+    "required": ["city", "place"],
+}
+TEXT = '<|"|>Paris} "x"<|"|>'
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextCodec, Tokenizer]:
+    folder: Path = tmp_path_factory.mktemp("base")
+    source = "{{ tools }}<|tool_call>"
+    write_tokenizer(folder, "chatml", model_type="gemma4_text", source=source, special=GEMMA)
+    return TextCodec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        (f"{{city:{TEXT},place:{{x:-1.5e3}}}}", True),
+        (f"{{city:{TEXT},days:3,place:{{x:1}}}}", True),
+        (f'{{city:{TEXT},days:null,unit:<|"|>C<|"|>,place:{{x:1}},flag:true}}', True),
+        (f'{{city:{TEXT},unit:3,tags:[{TEXT},{TEXT}],place:{{x:1}},flag:<|"|>no<|"|>}}', True),
+        (f"{{city:{TEXT},tags:[],place:{{x:1}},any:[1,{{a:{TEXT}}}],map:{{b:false}}}}", True),
+        (f"{{city:{TEXT}}}", False),
+        (f"{{place:{{x:1}},city:{TEXT}}}", False),
+        (f"{{city:{TEXT},days:1.5,place:{{x:1}}}}", False),
+        (f'{{city:{TEXT},unit:<|"|>K<|"|>,place:{{x:1}}}}', False),
+        (f"{{city:{TEXT},place:{{}}}}", False),
+        (f"{{city:{TEXT},place:{{x:1}},other:1}}", False),
+        ("{city:Paris,place:{x:1}}", False),
+    ],
+)
+def test_a_schema_binds_arguments_with_bare_keys(
+    gemma: tuple[TextCodec, Tokenizer], arguments: str, allowed: bool
+) -> None:
+    answer = f"<|tool_call>call:f{arguments}<tool_call|>"
+    fields: dict[str, Any] = {"tools": (TOOL,), "tool_schemas": (json.dumps(ARGUMENTS),)}
+    assert is_allowed(*gemma, answer, end="<|im_end|>", **fields) is allowed
