@@ -19,6 +19,7 @@ from contract.schemas.patterns import texts_of
 from engine.bare_grammar import BareRules, common_rules
 from engine.errors import BadGrammar
 from engine.text.call_formats import CallFormat
+from engine.text.thoughts import Names
 
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may
 #: write newlines until its tokens are used up. This replaces the schema's own "x-guidance".
@@ -254,20 +255,20 @@ def harmony(
     return "\n".join(lines) + "\n"
 
 
-def behind_thought(answer: Grammar, begin: str, end: str, is_open: bool) -> Grammar:
+def behind_thought(answer: Grammar, marks: Names, is_open: bool) -> Grammar:
     """Return the grammar of an answer that may follow a thought.
 
-    answer      a schema, or Lark whose first rule is `start` and whose free text, if it has any,
-                does not begin with `begin`
-    begin, end  the marks around the thought, tokens of the vocabulary
-    is_open     the prompt ends inside of a thought, which the answer must end
+    answer   a schema, or Lark whose first rule is `start` and whose free text, if it has any, does
+             not begin with the first of `marks`, which are tokens of the vocabulary
+    is_open  the prompt ends inside of a thought, which the answer must end
     """
     is_schema = answer.kind is GrammarKind.JSON_SCHEMA
     lark = f"start: %json {answer.source()}\n" if is_schema else answer.text
+    begin = f"{marks.begin} {_quoted(marks.line)}" if marks.line else marks.begin
     lines = [
         f"start: thought{'' if is_open else '?'} answer",
         lark.replace("start:", "answer:", 1).rstrip(),
-        f"thought: {'' if is_open else begin} /(?s:.*)/ {end} /[ \\n]*/",
+        f"thought: {'' if is_open else begin} /(?s:.*)/ {marks.end} /[ \\n]*/",
     ]
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 

@@ -9,7 +9,17 @@ from typing import NamedTuple, Protocol
 from engine.text.answer_text import Detokenizer
 from engine.text.token_pieces import TokenPieces
 
-BEGIN, END = "<think>", "</think>"
+
+class Names(NamedTuple):
+    """The names of the tokens around a thought, and the line behind the first, if there is one."""
+
+    begin: str
+    end: str
+    line: str = ""
+
+
+#: Gemma 4's are the second.
+_KNOWN = (Names("<think>", "</think>"), Names("<|channel>", "<channel|>", "thought\n"))
 #: A template that opens a thought ends with the mark, or with the mark and blanks in one token.
 _MAX_AT_END = 2
 
@@ -59,13 +69,17 @@ class ThoughtMarks(NamedTuple):
 
     begin: int
     end: int
+    names: Names
     pieces: TokenPieces
 
     @classmethod
     def of(cls, added: Mapping[str, int], pieces: TokenPieces) -> ThoughtMarks | None:
         """Return the marks among added tokens; None: the model does not write thoughts apart."""
-        begin, end = map(added.get, (BEGIN, END))
-        return None if begin is None or end is None else cls(begin, end, pieces)
+        for names in _KNOWN:
+            begin, end = added.get(names.begin), added.get(names.end)
+            if begin is not None and end is not None:
+                return cls(begin, end, names, pieces)
+        return None
 
     def is_closed(self, prompt: Sequence[int]) -> bool:
         """Return whether the template has ended the thought already: there is to be none."""
@@ -83,7 +97,7 @@ class ThoughtMarks(NamedTuple):
         return list(answer).index(self.end) + 1 if self.end in answer else 0
 
     def skipped(self, prompt: Sequence[int]) -> str:
-        return f"\n{END}\n\n" if self.is_open(prompt) else ""
+        return f"\n{self.names.end}\n\n" if self.is_open(prompt) else ""
 
 
 class _MarksReader:
@@ -91,17 +105,23 @@ class _MarksReader:
         self.thought_tokens, self.shown = 0, ""
         self._marks, self._is_thinking = marks, is_thinking
         self._is_blank = True  # no text yet, so that a thought may still begin
+        self._line = ""  # what is left of the line behind the mark
         self._detokenizer = Detokenizer(marks.pieces)
 
     def read(self, token_id: int) -> Part:
         if self._is_thinking:
             self.thought_tokens += 1
             self._is_thinking = token_id != self._marks.end
+            text = self._marks.pieces.of(token_id, is_first=False).text
+            if self._line and self._line.startswith(text):
+                self._line = self._line[len(text) :]
+                return Part.MARK
+            self._line = ""
             return Part.THOUGHT if self._is_thinking else Part.MARK
         if not self._is_blank:
             return Part.TEXT
         if token_id == self._marks.begin and not self.thought_tokens:
-            self.thought_tokens, self._is_thinking = 1, True
+            self.thought_tokens, self._is_thinking, self._line = 1, True, self._marks.names.line
             return Part.MARK
         text = self._detokenizer.feed(token_id)
         # Blanks between a thought and its answer are no part of either.

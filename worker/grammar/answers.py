@@ -22,7 +22,7 @@ from engine.grammar_text import (
 )
 from engine.text.codec import TextCodec
 from engine.text.harmony import Harmony
-from engine.text.thoughts import BEGIN, END, ThoughtMarks
+from engine.text.thoughts import ThoughtMarks
 
 
 def answer_grammar(job: GenerateJob, prompt: Sequence[int], codec: TextCodec) -> Grammar | None:
@@ -43,12 +43,12 @@ def answer_grammar(job: GenerateJob, prompt: Sequence[int], codec: TextCodec) ->
     if marks is not None and marks.is_closed(prompt):
         marks = None
     if functions:
-        calls = _calls(job, codec, None if marks is None else BEGIN)
+        calls = _calls(job, codec, None if marks is None else marks.names.begin)
         grammar = Grammar(GrammarKind.LARK, calls)
     else:
         assert schema is not None
         grammar = Grammar(GrammarKind.JSON_SCHEMA, schema)
-    return grammar if marks is None else behind_thought(grammar, BEGIN, END, marks.is_open(prompt))
+    return grammar if marks is None else behind_thought(grammar, marks.names, marks.is_open(prompt))
 
 
 def _callable(job: GenerateJob) -> tuple[list[tuple[str, str]], bool]:

@@ -38,9 +38,11 @@ def test_calls(name: str, size: int) -> None:
     calls = [("f", FIRST), ("g_2", SECOND)][: 2 if "g_2" in WRITTEN[name] else 1]
     if name == "gemma4":
         arguments = {"a": '} "x" [', "b": {"c_d": [1, -2.5, "é\\n"], "e": True, "f": {}}}
-        calls = [("f", arguments), ("g_2", {})]
         found = read_calls(translated(name, WRITTEN[name], size))
-        assert [(called, json.loads(text)) for called, text in found] == calls
+        assert [(called, json.loads(text)) for called, text in found] == [
+            ("f", arguments),
+            ("g_2", {}),
+        ]
         return
     for blanks in ("", "\n "):
         assert read_calls(translated(name, blanks + WRITTEN[name], size)) == calls

@@ -100,6 +100,17 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextCodec, Tokenize
     return TextCodec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def test_a_thought_of_gemma_4_may_stand_before_a_call(gemma: tuple[TextCodec, Tokenizer]) -> None:
+    call = "<|tool_call>call:f{n:1}<tool_call|>"
+    for answer, allowed in (
+        (f"<|channel>thought\nHm.<channel|>{call}", True),
+        (f"<|channel>thought\nHm.<channel|>{call}".replace("n:1", "m:1"), False),
+        (f"<|channel>final\nHm.<channel|>{call}", False),
+        ("<|channel>thought\nHm.<channel|>It is.", True),
+    ):
+        assert is_allowed(*gemma, answer, end="<|im_end|>", **BOUND) is allowed
+
+
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [

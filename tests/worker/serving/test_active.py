@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 import time
 from typing import Any
 
@@ -527,6 +528,24 @@ def test_an_answer_bound_by_a_grammar_follows_no_thought(thinker: TextCodec) -> 
     assert thinker.decode(prompt.token_ids) == "Why?<think>\n\n</think>\n\n"
     feed(request, thinker, "a", finish_reason=FinishReason.STOP)
     assert news_of(request).event.text == "a"
+
+
+def test_gemma_4_has_marks_of_its_own(tmp_path: Path) -> None:
+    special = ("<|channel>", "<channel|>")
+    codec = TextCodec(write_tokenizer(tmp_path, "chatml", special=special))
+    for text, thought, answer in (
+        ("<|channel>thought\nIs it?<channel|>It is.", "Is it?", "It is."),
+        ("<|channel>thought\n<channel|>\nIt is.", "", "It is."),
+        ("It is.", "", "It is."),
+    ):
+        request = make_chat(codec)
+        ids = ids_of(codec, text)
+        feed(request, codec, text, finish_reason=FinishReason.STOP)
+        event = news_of(request).event
+        assert (event.thought, event.text) == (thought, answer)
+        assert event.usage is not None
+        end = ids_of(codec, "<channel|>")[0]
+        assert event.usage.thought_tokens == (ids.index(end) + 1 if end in ids else 0)
 
 
 # --- gpt-oss
