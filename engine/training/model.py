@@ -8,6 +8,7 @@ its halves' inputs alone, from which most is computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -29,11 +30,23 @@ from kernels.training import (
     Norm,
     Pools,
     ShapedHeads,
+    SharedKeys,
     answer_loss,
     attention_sublayer,
     mlp_sublayer,
     rms_norm,
 )
+
+
+class _Shared(NamedTuple):
+    """What layers of a pass share.
+
+    inputs  their own inputs [T, L, P]; None: they have none
+    keys    layer -> its keys and values, which later layers read
+    """
+
+    inputs: torch.Tensor | None
+    keys: dict[int, SharedKeys]
 
 
 class TrainingModel:
@@ -61,12 +74,6 @@ class TrainingModel:
                 "use one",
                 param="device",
             )
-        if any(shape.keys_of is not None for shape in config.plan.shapes):
-            raise UnsupportedModel(
-                "adapters of models whose layers share keys and values (num_kv_shared_layers) are "
-                "not trained: use another base",
-                param="num_kv_shared_layers",
-            )
         self._rope = LayerRopes(
             config.head_dims, config.plan.rotations, config.max_positions, device
         )
@@ -90,11 +97,11 @@ class TrainingModel:
         # two of them: on a GPU autograd works through a graph in a thread of its own.
         passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         hidden = self._embed(batch)
-        inputs = self._inputs(batch, hidden)
+        shared = self._shared(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
             taken = hidden.detach().requires_grad_()
-            hidden = self._shaped(taken, index, batch, sites[index], pools, inputs)
+            hidden = self._shaped(taken, index, batch, sites[index], pools, shared)
             passed.append((taken, hidden))
         self._pause()
         taken = hidden.detach().requires_grad_()
@@ -131,10 +138,10 @@ class TrainingModel:
     ) -> torch.Tensor:
         """-> [T, E], before the last norm"""
         hidden = self._embed(batch)
-        inputs = self._inputs(batch, hidden)
+        shared = self._shared(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
-            hidden = self._shaped(hidden, index, batch, sites[index], pools, inputs)
+            hidden = self._shaped(hidden, index, batch, sites[index], pools, shared)
         return hidden
 
     def _pause(self) -> None:
@@ -146,12 +153,13 @@ class TrainingModel:
         hidden = functional.embedding(batch.token_ids, self._weights.embedding)
         return self.config.plan.embedded(hidden)
 
-    def _inputs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the layers' own inputs [T, L, P], which only some models have."""
-        per_layer = self._weights.per_layer
-        if per_layer is None:
-            return None
-        return per_layer.inputs(batch.token_ids, hidden, self.config.plan.eps)
+    def _shared(self, batch: MicroBatch, hidden: torch.Tensor) -> _Shared:
+        plan, per_layer = self.config.plan, self._weights.per_layer
+        inputs = None
+        if per_layer is not None:
+            inputs = per_layer.inputs(batch.token_ids, hidden, plan.eps)
+        owners = {shape.keys_of for shape in plan.shapes if shape.keys_of is not None}
+        return _Shared(inputs, {owner: SharedKeys() for owner in owners})
 
     def _shaped(
         self,
@@ -160,13 +168,13 @@ class TrainingModel:
         batch: MicroBatch,
         sites: Sequence[LoraSite],
         pools: Pools,
-        inputs: torch.Tensor | None,
+        shared: _Shared,
     ) -> torch.Tensor:
         """Return what a layer makes of hidden [T, E], with what it adds by its own input."""
         layer, eps = self._weights.layers[index], self.config.plan.eps
-        out = self._layer(hidden, index, batch, sites, pools)
-        if layer.per_layer is not None and inputs is not None:
-            out = out + layer.per_layer.added(out, inputs[:, index], eps)
+        out = self._layer(hidden, index, batch, sites, pools, shared)
+        if layer.per_layer is not None and shared.inputs is not None:
+            out = out + layer.per_layer.added(out, shared.inputs[:, index], eps)
         return out if layer.scale == 1.0 else out * layer.scale
 
     def _norm(self, weight: torch.Tensor | None) -> Norm:
@@ -180,6 +188,7 @@ class TrainingModel:
         batch: MicroBatch,
         sites: Sequence[LoraSite],
         pools: Pools,
+        shared: _Shared,
     ) -> torch.Tensor:
         """hidden [T, E] -> [T, E]"""
         layer, plan = self._weights.layers[index], self.config.plan
@@ -190,7 +199,7 @@ class TrainingModel:
             self._norm(layer.attention_norm),
             LoraWeight(layer.qkv, layer.qkv_bias, qkv),
             LoraWeight(layer.o, layer.o_bias, o),
-            self._mixer(index, layer),
+            self._mixer(index, layer, shared),
             pools,
             segments,
             batch.rows,
@@ -242,13 +251,15 @@ class TrainingModel:
         assert layer.mlp_norm is not None
         return rms_norm(hidden, layer.mlp_norm, self.config.plan.eps)
 
-    def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
+    def _mixer(self, index: int, layer: LayerWeights, shared: _Shared) -> Mixer:
         plan = self.config.plan
         if layer.delta is not None and plan.delta is not None:
             return DeltaHeads(plan.delta, layer.delta, plan.eps)
         heads = self._heads(index, layer)
         if plan.shapes:
-            return ShapedHeads(heads, plan.shapes[index].has_v)
+            owner = plan.shapes[index].keys_of
+            keys = shared.keys.get(index if owner is None else owner)
+            return ShapedHeads(heads, plan.shapes[index].has_v, keys, owner is not None)
         return GatedHeads(heads) if plan.is_gated else heads
 
     def _heads(self, index: int, layer: LayerWeights) -> Heads:

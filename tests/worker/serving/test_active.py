@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
