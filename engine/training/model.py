@@ -39,7 +39,7 @@ from kernels.training import (
 
 
 class _Shared(NamedTuple):
-    """What layers of a pass share.
+    """The tensors that layers of a pass share.
 
     inputs  their own inputs [T, L, P]; None: they have none
     keys    layer -> its keys and values, which later layers read
