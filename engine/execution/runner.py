@@ -132,18 +132,23 @@ class ModelRunner:
                 max_bytes=_MAX_STACK_BYTES,
             )
         if config.is_cpu and dtype == torch.float32 and not layout.is_fp8:
-            self._cpu_attention = [
-                CpuAttention(
-                    ropes=ropes,
-                    arena=self.arena,
-                    layout=own,
-                    num_heads=model.num_heads,
-                    windows=windows,
-                    scale=plan.attention_scale,
-                    growth=None if plan.growth is None else plan.growth.factors,
-                )
-                for own, ropes, windows in self._kinds()
-            ]
+            self._cpu_attention = self._attention_on_a_cpu()
+
+    def _attention_on_a_cpu(self) -> list[CpuAttention]:
+        """Return the attention of layers with heads of each shape."""
+        plan = self._model.plan
+        return [
+            CpuAttention(
+                ropes=ropes,
+                arena=self.arena,
+                layout=layout,
+                num_heads=self._model.num_heads,
+                windows=windows,
+                scale=plan.attention_scale,
+                growth=None if plan.growth is None else plan.growth.factors,
+            )
+            for layout, ropes, windows in self._kinds()
+        ]
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
         """Return the order of adapters in which the step runs fastest; missing ones come last."""

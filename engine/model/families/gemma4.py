@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.adapters.layer_shapes import SHAPE_FIELDS, gemma4_shapes
+from contract.adapters.layer_shapes import SHAPE_FIELDS, LayerShape, gemma4_shapes
 from engine.errors import UnsupportedModel
 from engine.model.families.gemma3 import NORMS
 from engine.model.fields import FULL, SLIDING, Fields
@@ -35,14 +35,7 @@ def read_plan(fields: Fields) -> Plan:
         shapes = gemma4_shapes({name: fields.take(name) for name in SHAPE_FIELDS})
     except ValueError as error:
         raise UnsupportedModel(f"config.json: {error}", param=str(error).split()[0]) from error
-    heads = fields.size("num_attention_heads")
-    if any(heads % shape.kv_heads or shape.head_dim % 2 for shape in shapes):
-        raise UnsupportedModel(
-            f"config.json: {heads} attention heads must be a multiple of each layer's key and "
-            "value heads, and their widths must be even",
-            param="num_key_value_heads",
-        )
-    KvLayers(shapes)  # refuses keys that do not lie in one page
+    _check_heads(shapes, fields.size("num_attention_heads"))
     ropes, longest = fields.take("rope_parameters", _ROPES), fields.size("max_position_embeddings")
     if not isinstance(ropes, dict) or set(ropes) != {FULL, SLIDING}:
         raise UnsupportedModel(
@@ -80,3 +73,13 @@ def read_plan(fields: Fields) -> Plan:
         else None,
         unread=tuple(unread),
     )
+
+
+def _check_heads(shapes: tuple[LayerShape, ...], heads: int) -> None:
+    if any(heads % shape.kv_heads or shape.head_dim % 2 for shape in shapes):
+        raise UnsupportedModel(
+            f"config.json: {heads} attention heads must be a multiple of each layer's key and "
+            "value heads, and their widths must be even",
+            param="num_key_value_heads",
+        )
+    KvLayers(shapes)  # refuses keys that do not lie in one page
