@@ -16,7 +16,7 @@ from typing import Any
 from contract.schemas.ecma_regex import BadPattern
 from contract.schemas.formats import PATTERNS
 from contract.schemas.patterns import texts_of
-from engine.bare_grammar import BareRules, common_rules
+from engine.argument_grammar import KEY_RULE, BareRules, common_rules
 from engine.errors import BadGrammar
 from engine.text.call_formats import CallFormat
 from engine.text.thoughts import Names
@@ -198,8 +198,14 @@ def native_calls(
             bare = BareRules(rule, _with_tokens(form.quote, tokens))
             whole = bare.value(_decoders(parameters))
             lines += [f"{rule}_arguments: {whole}", *bare.rules]
+        elif form.pair is not None:
+            bare = BareRules(rule, "")
+            whole = bare.tagged(_decoders(parameters), form.pair)
+            lines += [f"{rule}_arguments: {whole}", *bare.rules]
         else:
             lines.append(f"{rule}_arguments: {_json(parameters)}")
+    if form.pair is not None:
+        lines.append(KEY_RULE)
     if form.quote:
         lines += common_rules(_with_tokens(form.quote, tokens))
     if not is_required:

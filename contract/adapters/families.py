@@ -105,6 +105,7 @@ FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
 
 _ATTENTION = Bias(linears=QKV + O, field="attention_bias")
 _MISTRAL = ("mistral_args", "mistral_3", "mistral")
+_QWEN = ("qwen3_5",)
 _MLP = Bias(linears=MLP, field="mlp_bias")
 
 #: model_type -> its facts
@@ -155,6 +156,7 @@ FAMILIES = {
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         biases=(_ATTENTION,),
         defaults={
             "vocab_size": 248320,
@@ -167,7 +169,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "qwen3_moe": Facts(mlp=(), calls=_QWEN, biases=(_ATTENTION,)),
     "gemma4_text": Facts(
         head_dim=256,
         is_tied=True,
@@ -195,6 +197,7 @@ FAMILIES = {
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         mlp=SHARED,
         inner="shared_expert_intermediate_size",
         biases=(_ATTENTION,),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from contract.adapters.families import FAMILIES
 from contract.messages.protocol import CALL_BEGIN, CALL_END
@@ -21,7 +21,9 @@ class CallFormat(NamedTuple):
 
     sign   what a chat template has that writes calls so
     joint  between two calls; None: there is one alone
-    quote  stands around texts of arguments, whose keys are then bare; "": they are JSON
+    quote  stands around texts of arguments, whose keys are then bare; "": there is none
+    pair   what stands before an argument's name, behind it, and behind its value; None: arguments
+           are a JSON object, unless there are quotes
     """
 
     sign: str
@@ -32,6 +34,7 @@ class CallFormat(NamedTuple):
     joint: str | None = ", "
     end: str = "]"
     quote: str = ""
+    pair: tuple[str, str, str] | None = None
 
     def has(self, token: str) -> bool:
         """Return whether a token's name is a part of the form."""
@@ -59,6 +62,16 @@ FORMATS = {
     "glm4": CallFormat("<|observation|>", "", head="", middle="\n", tail="", joint=None, end=""),
     "gemma4": CallFormat(
         "<|tool_call>", "", "<|tool_call>call:", "", "<tool_call|>", joint="", end="", quote='<|"|>'
+    ),
+    "qwen3_5": CallFormat(
+        "<function=",
+        "",
+        "<tool_call>\n<function=",
+        ">\n",
+        "</function>\n</tool_call>",
+        "\n",
+        "",
+        pair=("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     "granite": CallFormat("<|tool_call|>", begin="<|tool_call|>["),
 }
@@ -119,6 +132,64 @@ class BareObject:
         return shown, text
 
 
+class TaggedObject:
+    """Makes JSON of values between tags, whose text comes in pieces.
+
+    pair      see `CallFormat`
+    schema    of the object, which says which values are texts
+    is_found  whether something else than a value has come, which is the rest
+    """
+
+    def __init__(self, pair: tuple[str, str, str], schema: Any) -> None:
+        self.is_found = False
+        self._before, self._behind, self._end = pair
+        self._schemas = schema.get("properties") if isinstance(schema, dict) else None
+        self._key: str | None = None
+        self._is_text = False
+        self._opening = "{"
+
+    def take(self, text: str) -> tuple[str, str]:
+        """Return the next piece as JSON, and its rest, which may be part of a tag or value."""
+        shown = ""
+        while text:
+            if self._key is None:
+                key = text.find(self._behind)
+                if self._before.startswith(text) or (text.startswith(self._before) and key < 0):
+                    break
+                if not text.startswith(self._before):
+                    self.is_found = True
+                    return shown + ("{}" if self._opening == "{" else "}"), text
+                self._key = text[len(self._before) : key]
+                self._is_text = is_text((self._schemas or {}).get(self._key))
+                shown += f"{self._opening}{json.dumps(self._key)}: " + '"' * self._is_text
+                self._opening, text = ", ", text[key + len(self._behind) :]
+            end = text.find(self._end)
+            is_whole = end >= 0
+            end = end if is_whole else (len(text) - _overlap(text, self._end)) * self._is_text
+            if self._is_text:
+                shown += json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * is_whole
+            elif is_whole:
+                shown += _as_json(text[:end])
+            text = text[end + len(self._end) * is_whole :]
+            if not is_whole:
+                break
+            self._key = None
+        return shown, text
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a schema's values are texts alone."""
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _as_json(text: str) -> str:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
 def _overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that is a beginning of `mark`."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
@@ -128,19 +199,20 @@ def _overlap(text: str, mark: str) -> int:
 class CallTranslator:
     """Translates the text of one answer while it is written.
 
-    names  of the functions that may be called
+    functions  the names of those that may be called -> the schemas of their arguments
     """
 
-    def __init__(self, form: CallFormat, names: Sequence[str]) -> None:
+    def __init__(self, form: CallFormat, functions: Mapping[str, Any]) -> None:
         self._form = form
         brace = "{" if form.quote else ""  # where the name's end is
         joint = form.tail + (form.joint or "")
-        self._firsts = {f"{form.begin}{form.start(name)}{brace}": name for name in names}
-        self._nexts = {f"{joint}{form.start(name)}{brace}": name for name in names}
+        self._functions = functions
+        self._firsts = {f"{form.begin}{form.start(name)}{brace}": name for name in functions}
+        self._nexts = {f"{joint}{form.start(name)}{brace}": name for name in functions}
         if form.joint is None:
             self._nexts = {}
         self._held, self._is_text = "", False
-        self._arguments: ObjectEnd | BareObject | None = None
+        self._arguments: ObjectEnd | BareObject | TaggedObject | None = None
         self._has_calls = False
 
     def feed(self, text: str) -> str:
@@ -151,11 +223,11 @@ class CallTranslator:
         shown = ""
         while True:
             if self._arguments is not None:
-                if isinstance(self._arguments, BareObject):
-                    more, self._held = self._arguments.take(self._held)
-                else:
+                if isinstance(self._arguments, ObjectEnd):
                     end = self._arguments.find(self._held)
                     more, self._held = self._held[:end], self._held[end:]
+                else:
+                    more, self._held = self._arguments.take(self._held)
                 shown += more
                 if not self._arguments.is_found:
                     return shown
@@ -168,6 +240,8 @@ class CallTranslator:
             quote, self._has_calls = self._form.quote, True
             self._held = self._held[len(start) - bool(quote) :]
             self._arguments = BareObject(quote) if quote else ObjectEnd()
+            if self._form.pair is not None:
+                self._arguments = TaggedObject(self._form.pair, self._functions[name])
             shown += f'{CALL_BEGIN}{{"name": {json.dumps(name)}, "arguments": '
 
     def mark(self, token: str) -> str:

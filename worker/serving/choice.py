@@ -50,8 +50,9 @@ class Choice:
         self._reader: AnswerReader | None = None
         self._calls: CallTranslator | None = None
         if job.tools and codec.call_format is not None:
-            names = [tool["function"]["name"] for tool in job.tools]
-            self._calls = CallTranslator(codec.call_format, names)
+            each = (tool["function"] for tool in job.tools)
+            functions = {function["name"]: function.get("parameters") for function in each}
+            self._calls = CallTranslator(codec.call_format, functions)
         self._has_thought = False
         self._held_blanks = ""
         self._logprobs: list[dict[str, Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,16 @@ BARE = '{a:<|"|>} "x" [<|"|>,b:{c_d:[1,-2.5,<|"|>é\\n<|"|>],e:true,f:{}}}'
 WRITTEN["gemma4"] = f"<|tool_call>call:f{BARE}<tool_call|><|tool_call>call:g_2{{}}<tool_call|>"
 
 
+WRITTEN["qwen3_5"] = (
+    '<tool_call>\n<function=f>\n<parameter=a>\n} "x" <\n</parameter\n</parameter>\n<parameter=n>\n'
+    "[1]\n</parameter>\n<parameter=t>\nHm.\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=g_2>\n</function>\n</tool_call>"
+)
+TYPES = {"properties": {"a": {"type": "string"}, "n": {"type": "array"}, "t": {}}}
+
+
 def translated(name: str, text: str, size: int) -> str:
-    translator = CallTranslator(FORMATS[name], ["g", "f", "g_2"])
+    translator = CallTranslator(FORMATS[name], {"g": {}, "f": TYPES, "g_2": {}})
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     return "".join(map(translator.feed, pieces)) + translator.finish()
 
@@ -36,8 +45,11 @@ def translated(name: str, text: str, size: int) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls(name: str, size: int) -> None:
     calls = [("f", FIRST), ("g_2", SECOND)][: 2 if "g_2" in WRITTEN[name] else 1]
+    if name in ("gemma4", "qwen3_5"):
+        arguments: dict[str, Any] = {"a": '} "x" <\n</parameter', "n": [1], "t": "Hm."}
     if name == "gemma4":
         arguments = {"a": '} "x" [', "b": {"c_d": [1, -2.5, "é\\n"], "e": True, "f": {}}}
+    if name in ("gemma4", "qwen3_5"):
         found = read_calls(translated(name, WRITTEN[name], size))
         assert [(called, json.loads(text)) for called, text in found] == [
             ("f", arguments),

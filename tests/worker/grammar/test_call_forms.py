@@ -27,6 +27,9 @@ FORMS = {
                    f"[TOOL_CALLS]f[ARGS]{CALL}[TOOL_CALLS]f[ARGS]{CALL}", 2),
     "gemma4_text": ("chatml", "{{ tools }}<|tool_call>", "<|tool_call>call:f{n:1}<tool_call|>"
                     "<|tool_call>call:f{n:1}<tool_call|>", 2),
+    "qwen3_5_text": ("chatml", "{{ tools }}<function=",
+                     "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n"
+                     "</tool_call>", 1),
     "glm4": ("chatml", "{{ tools }}<|observation|>", f"f\n{CALL}", 1),
 }  # fmt: skip
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
@@ -98,6 +101,36 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextCodec, Tokenize
     source = "{{ tools }}<|tool_call>"
     write_tokenizer(folder, "chatml", model_type="gemma4_text", source=source, special=GEMMA)
     return TextCodec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+VALUE = "Paris } </parameter>\n"
+
+
+def tagged(**values: str) -> str:
+    between = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function=f>\n{between}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"city": VALUE, "place": '{"x": 1.5}'}, True),
+        ({"city": VALUE, "days": "null", "unit": '"C"', "place": '{"x": 1}', "any": "[2]"}, True),
+        ({"city": VALUE}, False),
+        ({"place": '{"x": 1}', "city": VALUE}, False),
+        ({"city": VALUE, "days": "1.5", "place": '{"x": 1}'}, False),
+        ({"city": VALUE, "place": "{}"}, False),
+        ({"city": VALUE, "place": '{"x": 1}', "other": "1"}, False),
+    ],
+)
+def test_a_schema_binds_arguments_between_tags(
+    tmp_path: Path, values: dict[str, str], allowed: bool
+) -> None:
+    write_tokenizer(tmp_path, "chatml", model_type="qwen3_5_text", source="{{ tools }}<function=")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fields: dict[str, Any] = {"tools": (TOOL,), "tool_schemas": (json.dumps(ARGUMENTS),)}
+    answer, codec = tagged(**values), TextCodec(tmp_path)
+    assert is_allowed(codec, tokenizer, answer, end="<|im_end|>", **fields) is allowed
 
 
 def test_a_thought_of_gemma_4_may_stand_before_a_call(gemma: tuple[TextCodec, Tokenizer]) -> None:

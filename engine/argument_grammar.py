@@ -1,6 +1,13 @@
-"""The grammar of arguments as Gemma 4 writes them: JSON with bare keys and marks for quotes.
+"""The grammar of arguments as Gemma 4 and Qwen3.5 write them.
 
     {city:<|"|>Paris<|"|>,days:3}
+
+    <parameter=city>
+    Paris
+    </parameter>
+    <parameter=days>
+    3
+    </parameter>
 
 It enforces types, names, their order, and which are required, of what a schema says directly; what
 else the schema says is checked when the answer is whole.
@@ -11,9 +18,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from engine.text.call_formats import is_text
+
 _INTEGER = "/-?(0|[1-9][0-9]*)/"
 _NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 _ANYTHING = "bare_value"
+KEY_RULE = "BARE_KEY: /[a-zA-Z_][a-zA-Z0-9_-]*/"
 _SIMPLE = {"string": "bare_text", "integer": "bare_integer", "number": "bare_number"}
 
 
@@ -28,7 +38,7 @@ def common_rules(quote: str) -> list[str]:
         f"bare_number: {_NUMBER}",
         'bare_list: "[" (bare_value ("," bare_value)*)? "]"',
         'bare_object: "{" (BARE_KEY ":" bare_value ("," BARE_KEY ":" bare_value)*)? "}"',
-        "BARE_KEY: /[a-zA-Z_][a-zA-Z0-9_-]*/",
+        KEY_RULE,
         'bare_value: bare_text | bare_number | "true" | "false" | "null" | bare_list | bare_object',
     ]
 
@@ -70,15 +80,44 @@ class BareRules:
 
     def object(self, schema: dict[str, Any]) -> str:
         """Return what matches an object: its properties in their order."""
+        items = {
+            key: f"{json.dumps(f'{key}:')} {self.value(own)}"
+            for key, own in schema["properties"].items()
+        }
+        pairs = self._chain(items, schema, '","')
+        return f'"{{" {pairs} "}}"'
+
+    def tagged(self, schema: dict[str, Any], pair: tuple[str, str, str]) -> str:
+        """Return what matches an object whose values stand between tags.
+
+        pair  what stands before a key, behind it, and behind its value
+        """
+        before, behind, end = pair
+        text = f"{self._name}_text"
+        self.rules.append(f"{text}[suffix={json.dumps(end)}]: /(?s:.*)/")
+        if not isinstance(schema.get("properties"), dict):
+            return f"({json.dumps(before)} BARE_KEY {json.dumps(behind)} {text})*"
+        definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+        items = {}
+        for key, own in schema["properties"].items():
+            value = text
+            if not is_text(own):
+                value = self._named(f"%json {json.dumps({**own, **definitions} if own else {})}")
+                value = f"{value} {json.dumps(end)}"
+            items[key] = f"{json.dumps(f'{before}{key}{behind}')} {value}"
+        return self._chain(items, schema, '""')
+
+    def _chain(self, items: dict[str, str], schema: dict[str, Any], separator: str) -> str:
+        """Return what matches properties in their order; those that are not required may lack."""
         required = schema.get("required") or ()
         later = {True: '""', False: '""'}  # what follows, by whether a property stands before it
-        for key, own in reversed(schema["properties"].items()):
-            item = self._named(f"{json.dumps(f'{key}:')} {self.value(own)}")
-            now = {True: f'"," {item} {later[True]}', False: f"{item} {later[True]}"}
+        for key, own in reversed(items.items()):
+            item = self._named(own)
+            now = {True: f"{separator} {item} {later[True]}", False: f"{item} {later[True]}"}
             if key not in required:
                 now = {is_later: f"{now[is_later]} | {later[is_later]}" for is_later in later}
             later = {is_later: self._named(now[is_later]) for is_later in now}
-        return f'"{{" {later[False]} "}}"'
+        return later[False]
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str):
