@@ -18,7 +18,7 @@ from contract.adapters.families import (
     has_images,
     text_config,
 )
-from contract.adapters.layer_shapes import gemma4_shapes
+from contract.layer_shapes import gemma4_shapes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 

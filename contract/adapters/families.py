@@ -57,7 +57,7 @@ class Facts:
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
     calls     the forms in which its models may write calls of tools, see `engine.text.call_formats`
-    has_shapes  whether layers have several shapes, as `contract.adapters.layer_shapes` says
+    has_shapes  whether layers have several shapes, as `contract.layer_shapes` says
     """
 
     head_dim: int | None = None

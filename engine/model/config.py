@@ -23,7 +23,7 @@ from contract.adapters.families import (
     has_images,
     text_config,
 )
-from contract.adapters.layer_shapes import LayerShape
+from contract.layer_shapes import LayerShape
 from engine.errors import UnsupportedModel
 from engine.model.families import PLANS
 from engine.model.fields import NEUTRAL, Fields

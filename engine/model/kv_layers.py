@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from contract.adapters.layer_shapes import LayerShape
+from contract.layer_shapes import LayerShape
 from engine.errors import UnsupportedModel
 from kernels.kv_pages import PageLayout
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from contract.adapters.layer_shapes import LayerShape
+from contract.layer_shapes import LayerShape
 from engine.model.rope import QueryGrowth, Rotation
 from kernels.delta import DeltaShape
 from kernels.experts import ExpertShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.adapters.layer_shapes import SHAPE_FIELDS, LayerShape, gemma4_shapes
+from contract.layer_shapes import SHAPE_FIELDS, LayerShape, gemma4_shapes
 from engine.errors import UnsupportedModel
 from engine.model.families.gemma3 import NORMS
 from engine.model.fields import FULL, SLIDING, Fields

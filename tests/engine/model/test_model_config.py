@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from contract.adapters.base_shape import BaseShape, context_length
 from contract.adapters.families import FAMILIES as KNOWN
 from contract.adapters.families import WITH_IMAGES
-from contract.adapters.layer_shapes import LayerShape
+from contract.layer_shapes import LayerShape
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.adapters import plan
 from engine.model.config import ModelConfig
