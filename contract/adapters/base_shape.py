@@ -21,6 +21,7 @@ from contract.adapters.families import (
     has_images,
     text_config,
 )
+from contract.layer_shapes import gemma4_shapes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -41,6 +42,7 @@ class BaseShape:
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     delta_linears    the same of layers with a gated delta net
     delta_layers     these layers
+    own_linears      the same of layers whose linears differ from those of the first
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
@@ -64,12 +66,17 @@ class BaseShape:
     has_images: bool = False
     delta_linears: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     delta_layers: tuple[int, ...] = ()
+    own_linears: Mapping[int, Mapping[str, tuple[int, int]]] = dataclasses.field(
+        default_factory=dict
+    )
     experts: Experts | None = None
     expert_form: Literal["stacked", "apart"] | None = None
 
     def linears_of(self, layer: int) -> Mapping[str, tuple[int, int]]:
         """Return the linears of a layer, in the model's order."""
-        linears = self.delta_linears if layer in self.delta_layers else self.linears
+        linears = self.own_linears.get(layer, self.linears)
+        if layer in self.delta_layers:
+            linears = self.delta_linears
         if self.experts is None or layer not in self.experts.layers:
             return linears
         return {**linears, **self._expert_linears}
@@ -128,6 +135,8 @@ class BaseShape:
         widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
         mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
         mlp = mlp[: len(facts.mlp)]
+        linears = dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True))
+        of_layers = _linears(config, hidden, num_heads) if facts.has_shapes else [linears]
         delta_layers, delta = facts.delta_layers(config), _delta_widths(config, hidden) + mlp
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
@@ -139,7 +148,8 @@ class BaseShape:
             biased=facts.biased(config),
             fuses=facts.fuses,
             has_images=has_images(outer) or facts.has_image_names,
-            linears=dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True)),
+            linears=of_layers[0],
+            own_linears={i: own for i, own in enumerate(of_layers) if own != of_layers[0]},
             delta_linears=dict(zip((DELTA_OUT, *DELTA_IN, *facts.mlp), delta, strict=True))
             if delta_layers
             else {},
@@ -154,6 +164,17 @@ def _experts(config: Mapping[str, Any], facts: Facts) -> Experts | None:
     num = _size(config, "num_experts", _size(config, "num_local_experts", facts.experts[0]))
     inner = _size(config, "moe_intermediate_size", facts.experts[1])
     return Experts(num, inner, facts.expert_layers(config))
+
+
+def _linears(
+    config: Mapping[str, Any], hidden: int, num_heads: int
+) -> list[dict[str, tuple[int, int]]]:
+    """Return each layer's linears -> (in, out), where layers have several shapes."""
+    names = (*QKV, *O, *MLP)
+    widths = (shape.widths(hidden, num_heads) for shape in gemma4_shapes(config))
+    return [
+        {name: pair for name, pair in zip(names, each, strict=True) if pair[1]} for each in widths
+    ]
 
 
 def _delta_widths(config: Mapping[str, Any], hidden: int) -> list[tuple[int, int]]:

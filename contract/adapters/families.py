@@ -58,6 +58,8 @@ class Facts:
               config.json does not say; None: all have attention
     experts   their number in a layer and their width, where config.json has none; None: there are
               none
+    calls     the forms in which its models may write calls of tools, see `engine.text.call_formats`
+    has_shapes  whether layers have several shapes, as `contract.layer_shapes` says
     """
 
     head_dim: int | None = None
@@ -70,6 +72,8 @@ class Facts:
     inner: str = "intermediate_size"
     delta_interval: int | None = None
     experts: tuple[int, int] | None = None
+    calls: tuple[str, ...] = ()
+    has_shapes: bool = False
     biases: tuple[Bias, ...] = ()
 
     def expert_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -111,16 +115,18 @@ STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
 
 _ATTENTION = Bias(linears=QKV + O, field="attention_bias")
+_MISTRAL = ("mistral_args", "mistral_3", "mistral")
+_QWEN = ("qwen3_5",)
 _MLP = Bias(linears=MLP, field="mlp_bias")
 
 #: model_type -> its facts
 FAMILIES = {
-    "llama": Facts(biases=(_ATTENTION, _MLP)),
-    "mistral": Facts(),
+    "llama": Facts(calls=("llama",), biases=(_ATTENTION, _MLP)),
+    "mistral": Facts(calls=_MISTRAL),
     "qwen2": Facts(biases=(Bias(linears=QKV),)),
     "qwen3": Facts(head_dim=128, biases=(_ATTENTION,)),
     "smollm3": Facts(is_tied=True, biases=(_ATTENTION, _MLP)),
-    "granite": Facts(biases=(_ATTENTION, _MLP)),
+    "granite": Facts(calls=("granite",), biases=(_ATTENTION, _MLP)),
     "phi3": Facts(fuses=(QKV, GATE_UP)),
     "olmo2": Facts(biases=(_ATTENTION,)),
     "gemma3_text": Facts(
@@ -146,10 +152,11 @@ FAMILIES = {
             _MLP,
         ),
     ),
-    "ministral3": Facts(head_dim=128),
+    "ministral3": Facts(head_dim=128, calls=_MISTRAL),
     "exaone4": Facts(),
     "glm4": Facts(
         head_dim=128,
+        calls=("glm4",),
         biases=(Bias(linears=QKV, field="attention_bias", default=True),),
         fuses=(GATE_UP,),
     ),
@@ -160,6 +167,7 @@ FAMILIES = {
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         biases=(_ATTENTION,),
         defaults={
             "vocab_size": 248320,
@@ -172,12 +180,35 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "qwen3_moe": Facts(mlp=(), experts=(128, 768), biases=(_ATTENTION,)),
+    "qwen3_moe": Facts(mlp=(), calls=_QWEN, experts=(128, 768), biases=(_ATTENTION,)),
+    "gemma4_text": Facts(
+        head_dim=256,
+        is_tied=True,
+        has_image_names=True,
+        calls=("gemma4",),
+        has_shapes=True,
+        defaults={
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "gpt_oss": Facts(
+        head_dim=64,
+        mlp=(),
+        biases=(Bias(linears=QKV + O, field="attention_bias", default=True),),
+    ),
     "qwen3_5_moe_text": Facts(
         head_dim=256,
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         mlp=SHARED,
         inner="shared_expert_intermediate_size",
         experts=(256, 512),
@@ -198,6 +229,7 @@ FAMILIES = {
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
 WITH_IMAGES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

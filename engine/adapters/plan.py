@@ -242,11 +242,16 @@ def base_shape(model: ModelConfig) -> BaseShape:
     attention = next(i for i in range(model.num_layers) if i not in delta_layers)
     layer = {n: Site(attention, p) for n, p in model.linears(attention).items()}
     delta = {n: Site(i, p) for i in delta_layers[:1] for n, p in model.linears(i).items()}
+    linears = {name: site.widths(model) for name, site in layer.items()}
+    own: dict[int, dict[str, tuple[int, int]]] = {}
+    for i in range(len(model.plan.shapes)):
+        of_layer = {n: Site(i, p).widths(model) for n, p in model.linears(i).items()}
+        own |= {i: of_layer} if of_layer != linears else {}
     return BaseShape(
         num_layers=model.num_layers,
         head_dim=model.head_dim,
         kv_heads=model.num_kv_heads,
-        linears={name: site.widths(model) for name, site in layer.items()},
+        linears=linears,
         hidden=model.hidden_size,
         vocab=model.vocab_size,
         is_tied=model.tie_embeddings,
@@ -255,5 +260,8 @@ def base_shape(model: ModelConfig) -> BaseShape:
         has_images=model.has_images,
         delta_linears={name: site.widths(model) for name, site in delta.items()},
         delta_layers=delta_layers,
-        experts=None if experts is None else Experts(experts.num, experts.inner, expert_layers),
+        own_linears=own,
+        experts=None
+        if experts is None or experts.has_biases
+        else Experts(experts.num, experts.inner, expert_layers),
     )
