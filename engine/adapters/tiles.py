@@ -116,6 +116,7 @@ class TileMap:
     embedding, head  None: the adapter has no LoRA there
     new_embedding, new_head  None: it replaces no rows there
     draft_heads     in their order; none where they are not used
+    classifier      the head [labels, E] of one that classifies
     """
 
     num_pages: int
@@ -134,6 +135,7 @@ class TileMap:
     new_embedding: RowMap | None = None
     new_head: RowMap | None = None
     draft_heads: tuple[HeadMap, ...] = ()
+    classifier: Blocks | None = None
 
     @property
     def replaces(self) -> bool:
@@ -198,6 +200,8 @@ class TileMap:
             new_embedding=None if self.new_embedding is None else self.new_embedding.moved(move),
             new_head=None if self.new_head is None else self.new_head.moved(move),
             draft_heads=tuple(head.moved(move) for head in self.draft_heads),
+            classifier=self.classifier
+            and replace(self.classifier, offsets=move(self.classifier.offsets)),
         )
 
 
@@ -325,6 +329,9 @@ def place_tiles(
     is_shared = plan.new_head == plan.new_embedding
     new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
     draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()
+    classifier = None
+    if plan.classifier is not None:
+        classifier = packer.blocks(plan.classifier.num_labels, model.hidden_size)
     num_pages, tail_sub_pages = packer.pack()
     return TileMap(
         num_pages=num_pages,
@@ -338,6 +345,7 @@ def place_tiles(
         new_embedding=new_embedding,
         new_head=new_head,
         draft_heads=draft_heads,
+        classifier=classifier,
     )
 
 
@@ -437,6 +445,9 @@ def fill_tiles(
     for head, room in zip(plan.draft_heads, tiles.draft_heads, strict=False):
         for name, blocks in ((head.down, room.down), (head.up, room.up)):
             _write_blocks(flat, blocks, finite(name, tensor(name)))
+    if plan.classifier is not None and tiles.classifier is not None:
+        name = plan.classifier.name
+        _write_blocks(flat, tiles.classifier, finite(name, tensor(name)))
 
 
 def _fill_matrices(

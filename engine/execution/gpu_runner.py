@@ -260,7 +260,8 @@ class GpuRunner:
         if batch.has_unread:
             assert self._chosen is not None
             fill_unread_triton(batch.token_ids, self._chosen)
-        if batch.scores is None:  # a graph keeps the logits of the rows that sample alone
+        # A graph keeps the logits of the rows that sample alone.
+        if batch.scores is None and batch.pooled is None:
             if batch.is_drafted and self._fits_drafted(batch):
                 self._load(_each_draft_a_row(batch))
                 logits = self._graphs.step()[batch.sample_rows]
@@ -367,6 +368,7 @@ class GpuRunner:
             arrivals=batch.arrivals,
             extras=None if lora is None else lora.extras,
             scores=batch.scores,
+            pooled=batch.pooled,
         )
 
 
