@@ -64,17 +64,15 @@ class RequestValidator:
         self._check_room(request)
 
     def _check_heads(self, request: Request) -> None:
-        """Raise RequestError if the adapters have no head for what is wanted, or only another."""
-        digests = [part.digest for part in request.adapters]
-        num_labels = [self._store.num_labels(digest) for digest in digests]
+        """Raise RequestError if there is no head for the vector that is wanted.
+
+        A classifier may generate: its probe compares what the base's head makes of its LoRA.
+        """
         wanted = request.vector
         if wanted is None:
-            if any(num_labels):
-                message = "an adapter of the request is a classifier, which generates no text"
-                raise RequestError(message, param="adapters")
             return
-        is_one = len(digests) == 1 and request.adapters[0].weight == 1.0
-        if wanted.classifies and not (is_one and num_labels[0]):
+        heads = [self._store.num_labels(p.digest) for p in request.adapters if p.weight == 1.0]
+        if wanted.classifies and not (len(request.adapters) == 1 and any(heads)):
             message = "only a single adapter with a classifier's head can classify"
             raise RequestError(message, param="adapters")
         size = Range(1, self._model.hidden_size, is_whole=True)

@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from contract.messages.protocol import ErrorCode, GenerateJob, Sampling
+from contract.messages.protocol import ErrorCode, GenerateJob, Sampling, Task
 from engine.grammar_text import Grammar, GrammarKind, behind_thought
-from engine.request import AdapterPart, Priority, Request, SamplingParams
+from engine.request import AdapterPart, Priority, Request, SamplingParams, VectorParams
 from engine.text import thoughts
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError
@@ -33,6 +33,13 @@ _FIRST_WORDS = ("a", " Z", "\n\n", "0", "(", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersection(
     field.name for field in dataclasses.fields(SamplingParams)
 ) - {"max_tokens", "logit_bias", "prompt_logprobs"}
+
+
+#: Tasks whose answer is a vector of each prompt -> what to ask the engine for.
+_VECTORS = {
+    Task.EMBED: lambda job: VectorParams(dimensions=job.dimensions),
+    Task.CLASSIFY: lambda job: VectorParams(classifies=True),
+}
 
 
 class Prompt(NamedTuple):
@@ -232,6 +239,7 @@ def to_requests(
     grammar = _grammar(job, prompts, codec)
     bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
+    vector = _VECTORS[job.task](job) if job.task in _VECTORS else None
     return [
         Request(
             request_id=engine_id,
@@ -243,7 +251,8 @@ def to_requests(
             **bound,
             deadline=job.deadline,
             priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
-            speculation=job.sampling.speculation,
+            speculation=job.sampling.speculation and vector is None,
+            vector=vector,
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]

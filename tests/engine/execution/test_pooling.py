@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForSequenceClassification
 
 from engine import (
     AdapterMismatch,
@@ -26,8 +24,8 @@ from engine import (
     UnsupportedModel,
 )
 from engine.request import Pooling, VectorParams
+from tests.engine.classifiers import probabilities, save_classifier
 from tests.engine.conftest import (
-    LINEARS,
     MakeEngine,
     Oracle,
     Result,
@@ -266,31 +264,6 @@ def test_an_adapter_says_how(
 # Classifiers
 
 
-def save_classifier(base: Path, folder: Path, num_labels: int, seed: int = 0) -> Path:
-    """A PEFT adapter of the task SEQ_CLS, as PEFT saves it."""
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=num_labels)
-    config = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=LINEARS)
-    adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    adapted.create_or_update_model_card = lambda _: None
-    adapted.save_pretrained(folder)
-    return folder
-
-
-def probabilities(base: Path, adapter: Path, tokens: list[int], num_labels: int) -> list[float]:
-    """What transformers and PEFT say, reading the saved folder."""
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=num_labels)
-    adapted = PeftModel.from_pretrained(model, adapter).eval()
-    with torch.inference_mode():
-        logits = adapted(torch.tensor([tokens])).logits[0]
-    shares = logits.sigmoid() if num_labels == 1 else logits.softmax(-1)
-    found: list[float] = shares.tolist()
-    return found
-
-
 @pytest.fixture(scope="module")
 def classifiers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Number of labels -> folder. 50 rows of the head are more than a page of 2048 elements."""
@@ -330,8 +303,6 @@ def test_who_may_ask_for_what(make_engine: MakeEngine, classifiers: dict[int, Pa
     for adapter in (None, "all-4", {"classifier": 0.5}, {"classifier": 1.0, "all-4": 1.0}):
         with pytest.raises(RequestError, match="only a single adapter with a classifier's head"):
             engine.add(wanted("r", [1, 2], adapter, classifies=True))
-    with pytest.raises(RequestError, match="is a classifier, which generates no text"):
-        engine.add(request("r", [1, 2], adapter="classifier", max_tokens=1))
     for fields in ({"max_tokens": 1}, {"n": 2}, {"speculation": True}, {"prompt_logprobs": 0}):
         given = {"max_tokens": 0, "speculation": False, "vector": VectorParams(), **fields}
         with pytest.raises(RequestError, match="a request for a vector has"):
