@@ -97,7 +97,7 @@ class AdapterPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorParams:
-    """What vector a request wants of its prompt: its pooled hidden state, of length one.
+    """The vector that a request wants of its prompt: its pooled hidden state, of length one.
 
     pooling     None: as the adapter says, or else the model
     dimensions  how many first numbers of it, again of length one; None: all

@@ -66,7 +66,7 @@ class PooledPrompt:
         self.vector: list[float] | None = None
 
     def restarted(self) -> PooledPrompt:
-        """Return one of which nothing is known: a step in flight may still add to this one."""
+        """Return an empty one: a step in flight may still add to this one."""
         wanted = VectorParams(dimensions=self.dimensions, classifies=self.classifies)
         return PooledPrompt(self.pooling, wanted)
 

@@ -175,7 +175,7 @@ class GenerateJob(Message):
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
-    dimensions: int | None = None  # of an embedding; None: all that the model has
+    dimensions: int | None = None  # the first ones of each vector that are wanted; None: all
     n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
     truncate: int | None = None  # cut a prompt as text to its last tokens, at most this number
     template_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the template
@@ -258,7 +258,7 @@ class TokenEvent(Message):
     token_ids: tuple[int, ...] | None = None
     token_strs: tuple[str, ...] | None = None  # for tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
-    vector: str | None = None  # of a prompt, as `contract.messages.pooling.pack` writes it
+    vector: str | None = None  # a prompt's, as `contract.messages.pooling.pack` writes it
     # `with_counts`: the choice's own prompt and tokens so far
     so_far: Usage | None = None
     #: In a request's first event and beside `usage`: how long it waited for its turn.

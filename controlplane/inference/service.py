@@ -78,12 +78,11 @@ async def submit(
     deadline      Unix seconds, when the request is given up; None: `DEADLINE_S` from now
     batch_stream  where it is answered, instead of in this process's own stream: leaving it does not
                   cancel it then, and one that is under way there is not submitted again
-    Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable.
-    With a batch_stream, Fenced.
+    Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable; Fenced with a batch_stream.
     """
     assert caller.model.name == body.selector().label, "a caller of another body"
     given, vector = body, body if isinstance(body, VectorBody) else None
-    body = given.completion() if isinstance(given, VectorBody) else given
+    body = body.completion() if isinstance(body, VectorBody) else body
     check_task(caller.model, Task.GENERATE if vector is None else vector.task)
     if caller.model.defaults is not None:
         body = caller.model.defaults.filled(body)
@@ -91,17 +90,15 @@ async def submit(
     call = Call(
         caller=caller,
         request_id=request_id,
-        gateway_id=dispatcher.gateway_id if batch_stream is None else batch_stream.gateway_id,
+        gateway_id=(batch_stream or dispatcher).gateway_id,
         endpoint=endpoint or given.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )
     with tenant_scope(caller.principal.tenant.id):  # whose plans of schemas are kept
         job = chat_job(body, call) if isinstance(body, ChatBody) else completion_job(body, call)
-    if vector is not None:
-        job = vector.as_task(job)
-    if adjust is not None:
-        job = adjust(job)
+    job = job if vector is None else vector.as_task(job)
+    job = job if adjust is None else adjust(job)
     if batch_stream is not None:
         job = batch_stream.as_admitted(job)
     reply, admitted = await dispatcher.submit(

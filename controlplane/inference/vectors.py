@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from contract.messages.pooling import unpack
 from contract.messages.protocol import GenerateJob, Task, TokenEvent, Usage
-from controlplane.errors import InvalidRequest
+from controlplane.errors import InvalidRequest, Unavailable
 from controlplane.inference.access import ServedModel
 from controlplane.inference.answers import Json
 from controlplane.inference.bodies import Body, FirstFault, Label
@@ -27,7 +27,7 @@ MAX_DIMENSIONS = 65_536
 
 
 class VectorBody(Body):
-    """What embeddings and labels have in common."""
+    """The fields that embeddings and labels have in common."""
 
     endpoint: ClassVar[str]
     task: ClassVar[Task]
@@ -67,6 +67,13 @@ class VectorBody(Body):
         """Return the answer's body."""
         raise NotImplementedError
 
+    def _vectors(self, events: Sequence[TokenEvent]) -> list[str]:
+        """Return each input's vector, packed. Raises Unavailable if one is missing."""
+        found = {event.index: event.vector for event in events if event.vector is not None}
+        if len(found) < len(self.inputs()):
+            raise Unavailable("The worker that answered is of an older version.", retry_after_s=5)
+        return [found[index] for index in sorted(found)]
+
 
 class EmbeddingsBody(VectorBody):
     """POST /v1/embeddings."""
@@ -83,7 +90,7 @@ class EmbeddingsBody(VectorBody):
         return dataclasses.replace(job, task=self.task, dimensions=self.dimensions)
 
     def answer(self, model: ServedModel, events: Sequence[TokenEvent]) -> Json:
-        packed = vectors_of(events)
+        packed = self._vectors(events)
         is_packed = self.encoding_format == "base64"
         usage = _usage_of(events)
         return {
@@ -116,7 +123,7 @@ class LabelsBody(VectorBody):
     def answer(self, model: ServedModel, events: Sequence[TokenEvent]) -> Json:
         [(version, _)] = model.parts
         labels = version.report["labels"]
-        return {"labels": [_ranked(labels, unpack(vector)) for vector in vectors_of(events)]}
+        return {"labels": [_ranked(labels, unpack(vector)) for vector in self._vectors(events)]}
 
 
 def check_task(model: ServedModel, task: str) -> None:
@@ -136,12 +143,6 @@ def check_task(model: ServedModel, task: str) -> None:
             param="model",
             code="unsupported_task",
         )
-
-
-def vectors_of(events: Sequence[TokenEvent]) -> list[str]:
-    """Return each input's vector, packed."""
-    found = {event.index: event.vector for event in events if event.vector is not None}
-    return [found[index] for index in sorted(found)]
 
 
 def _usage_of(events: Sequence[TokenEvent]) -> Usage:

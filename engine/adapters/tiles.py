@@ -303,8 +303,7 @@ def place_tiles(
     tile_rows = min(TILE_ROWS, layout.page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
-    num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
-    shape = num_entries, num_parts, num_tiles
+    shape = num_entries, 1 + (is_original and layout.tile_per_element > 1), num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
@@ -329,17 +328,15 @@ def place_tiles(
     is_shared = plan.new_head == plan.new_embedding
     new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
     draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()
-    classifier = None
-    if plan.classifier is not None:
-        classifier = packer.blocks(plan.classifier.num_labels, model.hidden_size)
+    classifier = _place_classifier(packer, plan, model)
     num_pages, tail_sub_pages = packer.pack()
     return TileMap(
         num_pages=num_pages,
         tail_sub_pages=tail_sub_pages,
         **_in_pairs(a_offset, b_offset, rows, scale),
         per_element=layout.tile_per_element,
-        gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
-        shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
+        gain_offset=gain if (gain >= 0).any() else None,
+        shift_offset=shift if (shift >= 0).any() else None,
         embedding=embedding,
         head=head,
         new_embedding=new_embedding,
@@ -377,6 +374,12 @@ def _place_heads(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> tupl
         HeadMap(down=packer.blocks(head.rank, hidden), up=packer.blocks(hidden, head.rank))
         for head in plan.draft_heads
     )
+
+
+def _place_classifier(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> Blocks | None:
+    if plan.classifier is None:
+        return None
+    return packer.blocks(plan.classifier.num_labels, model.hidden_size)
 
 
 def _place_rows(

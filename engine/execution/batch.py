@@ -161,7 +161,7 @@ class BatchBuilder:
             has_unread=bool((token_ids < 0).any()),
             is_drafted=step.has_drafts and all(row.num_known == 1 for row in rows),
             scores=plan_scores(rows, query_start, self._device, extras_of),
-            pooled=plan_pooled(rows, query_start, self._device, self._store.tiles),
+            pooled=plan_pooled(rows, query_start, self._tensor, self._store.tiles),
             delta=_state_pages(rows, self._device),
             states=States() if step.keeps_states else None,
         )

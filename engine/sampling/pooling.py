@@ -1,8 +1,8 @@
 """Vectors of prompts, from the hidden states of a step's rows.
 
-The sum of a row's hidden states is copied to the host while the device goes on; `tell` adds it to
-its prompt's, and turns the whole into the answer. So a prompt in chunks holds one vector, and the
-prefix cache, which has no hidden states, serves only prompts whose last token is pooled.
+The sum of a row's hidden states is copied to the host while the device computes the next step;
+`tell` adds it to its prompt's, and turns the whole into the answer. So a prompt in chunks holds one
+vector. The prefix cache, which has no hidden states, serves only pooling by the last token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from engine.adapters.tiles import TileMap
-from engine.execution.uploads import upload
 from engine.request import Pooling
 from engine.sequence import PooledPrompt, Row, Sequence
 from kernels import Blocks
@@ -93,12 +92,13 @@ class PooledRows:
 def plan_pooled(
     rows: SequenceOf[Row],
     query_start: npt.NDArray[np.int32],
-    device: torch.device | str,
+    upload: Callable[[npt.NDArray[np.int64]], torch.Tensor],
     tiles_of: Callable[[str], TileMap],
 ) -> PooledRows | None:
     """Plan what a step of these rows adds to vectors; None: nothing.
 
     query_start  [S + 1] the first row of the pass of each
+    upload       copies row numbers to the device
     tiles_of     where a resident adapter lies
     """
     spans: list[_Span] = []
@@ -115,7 +115,7 @@ def plan_pooled(
         found.append(np.array(own, np.int64) + (start - sequence.num_computed))
     if not spans:
         return None
-    return PooledRows(upload([np.concatenate(found)], device)[0], spans)
+    return PooledRows(upload(np.concatenate(found)), spans)
 
 
 def _score(x: torch.Tensor, head: Blocks, arena: torch.Tensor) -> torch.Tensor:

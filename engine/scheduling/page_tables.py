@@ -89,7 +89,7 @@ class PageTables:
             # Positions whose log-probabilities are not known yet must be computed.
             num_full = min(num_full, wanted.num_known // self._page_size)
         if sequence.pooled is not None and sequence.pooled.pooling is not Pooling.LAST:
-            num_full = 0  # the vector needs hidden states, of which the cache has none
+            num_full = 0  # the vector needs hidden states, and the cache has none
         pages = self._prefixes.take(self._keys(sequence, num_full))
         if self._num_state:
             sequence.state_before = self._prefixes.take_state(pages)
