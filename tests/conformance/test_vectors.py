@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from tests.conformance.conftest import Served, say
-from tests.fakes import FAKE_NAME
 from tests.tiny_base import ROOMY_CONTEXT, ROOMY_NAME, write_tiny_base
 
 TEXTS = ["hello world", "how are you? {json: 12}", "I’m ☃ fine\n"]
@@ -253,9 +252,3 @@ def test_what_classify_refuses(served: Served, oracle: Oracle) -> None:
         body = {"parameters": {"adapter_id": CLASSIFIER}, **more}
         assert post(served, "/classify", **body).status_code in (400, 422), more
     assert post(served, "/embed", inputs="a").json()["error"].startswith("/embed is not supported")
-
-
-def test_a_worker_that_gives_no_vector(served: Served) -> None:
-    """The echoing engine generates, as a worker of an older version does."""
-    answer = post(served, "/v1/embeddings", model=FAKE_NAME, input="a")
-    assert answer.status_code == 503, answer.text

@@ -35,13 +35,6 @@ _AS_THEY_ARE = {field.name for field in dataclasses.fields(Sampling)}.intersecti
 ) - {"max_tokens", "logit_bias", "prompt_logprobs"}
 
 
-#: Tasks whose answer is a vector of each prompt -> what to ask the engine for.
-_VECTORS = {
-    Task.EMBED: lambda job: VectorParams(dimensions=job.dimensions),
-    Task.CLASSIFY: lambda job: VectorParams(classifies=True),
-}
-
-
 class Prompt(NamedTuple):
     """One prompt of a job.
 
@@ -239,7 +232,9 @@ def to_requests(
     grammar = _grammar(job, prompts, codec)
     bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
-    vector = _VECTORS[job.task](job) if job.task in _VECTORS else None
+    vector = None
+    if job.task in (Task.EMBED, Task.CLASSIFY):
+        vector = VectorParams(dimensions=job.dimensions, classifies=job.task == Task.CLASSIFY)
     return [
         Request(
             request_id=engine_id,
