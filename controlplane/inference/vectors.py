@@ -121,24 +121,22 @@ class LabelsBody(VectorBody):
     input: str | Annotated[list[str], FirstFault]
 
     def answer(self, model: ServedModel, events: Sequence[TokenEvent]) -> Json:
-        [(version, _)] = model.parts
-        labels = version.report["labels"]
-        return {"labels": [_ranked(labels, unpack(vector)) for vector in self._vectors(events)]}
+        scores = map(unpack, self._vectors(events))
+        return {"labels": [_ranked(model.labels, own) for own in scores]}
 
 
 def check_task(model: ServedModel, task: str) -> None:
     """Raise InvalidRequest if the model cannot do the task, and say what it can."""
-    heads = [version for version, _ in model.parts if version.report.get("labels")]
-    if task == Task.CLASSIFY and not (len(heads) == 1 == len(model.parts)):
+    if task == Task.CLASSIFY and not (model.labels and len(model.parts) == 1):
         raise InvalidRequest(
             f"`{model.name}` has no classifier's head: it answers chats and gives embeddings. "
             "Name an adapter of PEFT's task SEQ_CLS.",
             param="model",
             code="unsupported_task",
         )
-    if task == Task.GENERATE and heads:
+    if task == Task.GENERATE and model.labels:
         raise InvalidRequest(
-            f"`{model.name}` is a classifier with {len(heads[0].report['labels'])} labels and "
+            f"`{model.name}` is a classifier with {len(model.labels)} labels and "
             "generates no text: send the text to /classify, or to /v1/embeddings for its vector.",
             param="model",
             code="unsupported_task",
