@@ -133,10 +133,12 @@ def _to_host(values: torch.Tensor) -> torch.Tensor:
 def _unit(total: torch.Tensor, dimensions: int | None) -> list[float]:
     """Return the first `dimensions` numbers of a sum's direction, as a vector of length one."""
     kept = total[:dimensions].double()
-    return (kept / kept.norm().clamp_min(1e-30)).tolist()
+    vector: list[float] = (kept / kept.norm().clamp_min(1e-30)).tolist()
+    return vector
 
 
 def _shares(scores: torch.Tensor) -> list[float]:
     """Return the labels' probabilities."""
     shares = scores.sigmoid() if len(scores) == 1 else scores.softmax(-1)
-    return shares.tolist()
+    found: list[float] = shares.tolist()
+    return found

@@ -43,7 +43,7 @@ PAGE_BYTES = 2048 * 4
 
 
 def wanted(name: str, tokens: list[int], adapter: Any = None, **fields: Any) -> Request:
-    own = {"max_tokens": 0, "speculation": False}
+    own: Any = {"max_tokens": 0, "speculation": False}
     for field in ("priority", "tenant_id"):
         if field in fields:
             own[field] = fields.pop(field)
@@ -71,7 +71,8 @@ class Vectors:
         hook.remove()
         states = seen[0][0].double()
         pooled = {Pooling.MEAN: states.mean(0), Pooling.LAST: states[-1], Pooling.CLS: states[0]}
-        return (pooled[pooling] / pooled[pooling].norm()).tolist()
+        found: list[float] = (pooled[pooling] / pooled[pooling].norm()).tolist()
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +305,7 @@ def test_who_may_ask_for_what(make_engine: MakeEngine, classifiers: dict[int, Pa
         with pytest.raises(RequestError, match="only a single adapter with a classifier's head"):
             engine.add(wanted("r", [1, 2], adapter, classifies=True))
     for fields in ({"max_tokens": 1}, {"n": 2}, {"speculation": True}, {"prompt_logprobs": 0}):
-        given = {"max_tokens": 0, "speculation": False, "vector": VectorParams(), **fields}
+        given: Any = {"max_tokens": 0, "speculation": False, "vector": VectorParams(), **fields}
         with pytest.raises(RequestError, match="a request for a vector has"):
             engine.add(request("r", [1, 2], **given))
     got = run(engine, wanted("r", prompt(1, 9), "classifier"))["r"]

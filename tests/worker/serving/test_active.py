@@ -455,7 +455,7 @@ def test_vectors_are_sent_once_and_bounded(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request(codec, stream=False)
-    ended = {"finish_reason": FinishReason.STOP, "num_prompt_tokens": 3}
+    ended: Any = {"finish_reason": FinishReason.STOP, "num_prompt_tokens": 3}
     request.feed(RequestOutput(request_id="r", vector=[1.0, 0.5], **ended), 101.0)
     event = news_of(request).event
     assert event.vector is not None and unpack(event.vector) == [1.0, 0.5]
