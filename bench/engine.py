@@ -11,7 +11,9 @@ The model has the shape of Llama-3.1-8B, or of --shape, with random bf16 weights
 its ms_step is the wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill
 case adds 16 prompts of 1024 tokens and generates one token for each; if it has adapters, it
 alternates with the base. A first case generates one token for prompts of --prompt tokens; its
-figure is the time in ms. A context case decodes behind prompts of --prompt tokens, whose own time
+figure is the time in ms. An embed case makes vectors of prompts of --prompt tokens, each the mean
+of all hidden states; it alternates with a prefill of the same lengths and adapters: prefill_ratio
+compares the two. A context case decodes behind prompts of --prompt tokens, whose own time
 is not in ms_step. Adapters are PEFT folders with random tensors on all linears that may have them,
 registered and loaded before the clock starts. Those of one rank share two folders under many
 digests, each with pages of its own. Every finished case is printed and written to --out at once, so
@@ -48,11 +50,13 @@ from bench.machine import write_result
 from bench.workload import SHAPES, in_4_bits, random_weights, save_random_adapter
 from engine import AdapterPart, Engine, EngineConfig, Request, SamplingParams
 from engine.model.config import ModelConfig
+from engine.request import Pooling, VectorParams
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
 CONTEXT_TOKENS, CONTEXT_STEPS = 4096, 64
 HOST_KEYS = ("gpu", "copy_tb_s", "torch", "triton", "commit")
 FILES = 2  # folders per rank
+KINDS = ("decode", "prefill", "first", "embed", "context")
 MIXED = (4, 8, 16, 32, 64, 128)
 
 # (batch, distinct adapters, target in ms per step, vLLM 0.26's), from ../shared/design/targets.md.
@@ -75,7 +79,7 @@ VLLM_TUNED = {(64, 1): 7.46}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One case, of kind "decode", "prefill" or "first"; adapters take the ranks in turn."""
+    """One case, of one of `KINDS`; adapters take the ranks in turn."""
 
     kind: str
     batch: int
@@ -90,7 +94,7 @@ class Case:
     @property
     def figure(self) -> str:
         """The field that is compared with the base's result."""
-        figures = {"prefill": "tok_s", "first": "ms_first"}
+        figures = {"prefill": "tok_s", "embed": "tok_s", "first": "ms_first"}
         return figures.get(self.kind, "ms_step")
 
     @property
@@ -179,7 +183,8 @@ class Bench:
         return folder
 
     def run(self, batch: int, prompt: int, new: int, digests: list[str]) -> float:
-        """Return the seconds from the first `step` to the last token."""
+        """Return the seconds from the first `step` to the last token; new 0: to the last vector."""
+        vector = None if new else VectorParams(pooling=Pooling.MEAN)
         for i in range(batch):
             adapters = (AdapterPart(digest=digests[i * len(digests) // batch]),) if digests else ()
             tokens = torch.randint(0, self.model.vocab_size, (prompt,)).tolist()
@@ -192,20 +197,23 @@ class Bench:
                         max_tokens=new, temperature=self.temperature, ignore_eos=True
                     ),
                     adapters=adapters,
+                    vector=vector,
+                    speculation=vector is None,
                 )
             )
         self._synchronize()
         started = time.perf_counter()
-        num_tokens = 0
+        num_tokens = num_vectors = 0
         while self.engine.has_work():
             for output in self.engine.step():
                 num_tokens += len(output.token_ids)
+                num_vectors += output.vector is not None
                 if output.error is not None:
                     raise output.error
         self._synchronize()
         seconds = time.perf_counter() - started
-        if num_tokens != batch * new:
-            raise RuntimeError(f"{num_tokens} tokens came, not {batch * new}")
+        if (num_tokens, num_vectors) != (batch * new, 0 if new else batch):
+            raise RuntimeError(f"{num_tokens} tokens and {num_vectors} vectors came")
         return seconds
 
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
@@ -214,10 +222,10 @@ class Bench:
             return self._measure_context(case, rounds)
         digests = self.adapters(case.ranks, case.adapters)
         is_decode = case.kind == "decode"
-        prompt, new = case.prompt, NEW_TOKENS if is_decode else 1
+        prompt, new = case.prompt, {"decode": NEW_TOKENS, "embed": 0}.get(case.kind, 1)
         for _ in range(2):
-            self.run(case.batch, prompt, 8 if is_decode else 1, digests)
-        rounds = {"decode": rounds, "prefill": max(rounds, 5), "first": max(rounds, 20)}[case.kind]
+            self.run(case.batch, prompt, min(new, 8), digests)
+        rounds = max(rounds, {"prefill": 5, "embed": 5, "first": 20}.get(case.kind, 0))
         if not self._is_cpu:
             torch.cuda.reset_peak_memory_stats()
         seconds, beside = [], []
@@ -226,6 +234,8 @@ class Bench:
             if case.kind == "prefill" and digests:
                 # Alternate: the GPU's clock rate falls from second to second under its power limit.
                 beside.append(self.run(case.batch, prompt, new, []))
+            elif case.kind == "embed":
+                beside.append(self.run(case.batch, prompt, 1, digests))
         best, median = min(seconds), statistics.median(seconds)
         out: dict[str, Any] = {
             "kind": case.kind,
@@ -244,8 +254,11 @@ class Bench:
         else:
             out["tok_s"] = round(case.batch * prompt / median)
             out["tok_s_best"] = round(case.batch * prompt / best)
+            if case.kind == "embed":
+                out["prompt"] = prompt
             if beside:
-                out["base_ratio"] = round(statistics.median(beside) / median, 3)
+                field = "prefill_ratio" if case.kind == "embed" else "base_ratio"
+                out[field] = round(statistics.median(beside) / median, 3)
         return out
 
     def _measure_context(self, case: Case, rounds: int) -> dict[str, Any]:
@@ -458,11 +471,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--suite", choices=["targets", "precision", "shape"])
     parser.add_argument("--precision", choices=PRECISIONS, help="one of a suite's; default: bf16")
+    parser.add_argument("--kind", choices=KINDS, default="decode")
     parser.add_argument(
-        "--kind", choices=["decode", "prefill", "first", "context"], default="decode"
-    )
-    parser.add_argument(
-        "--prompt", type=int, default=PROMPT_TOKENS, help="of a first or context case"
+        "--prompt", type=int, default=PROMPT_TOKENS, help="of first, embed and context"
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=0)

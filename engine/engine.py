@@ -114,7 +114,7 @@ class Engine:
             grammars=self._grammars,
             deadlines=self._deadlines,
             pins=self._pins,
-            stop_ids=self._validator.stop_ids,
+            validator=self._validator,
             clock=clock,
         )
         self._speculation = self._make_speculation(config)
@@ -413,7 +413,8 @@ class Engine:
         launched.remove_placeholders()
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
-        overflowed = launched.scores.tell() if launched.scores is not None else []
+        told = (launched.scores, launched.pooled)
+        overflowed = [sequence for each in told if each is not None for sequence in each.tell()]
         for sequence in overflowed:
             self._fail(sequence, overflow_of(sequence))
         self._grammars.consume(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
+from contract.messages.pooling import Pooling as Pooling
 from contract.messages.protocol import FinishReason as FinishReason
 from contract.messages.sampling import BIAS, MAX_ADAPTERS, RANGES
 from contract.ranges import Range
@@ -95,6 +96,20 @@ class AdapterPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VectorParams:
+    """The vector that a request wants of its prompt: its pooled hidden state, of length one.
+
+    pooling     None: as the adapter says, or else the model
+    dimensions  how many first numbers of it, again of length one; None: all
+    classifies  the probabilities of the adapter's labels instead
+    """
+
+    pooling: Pooling | None = None
+    dimensions: int | None = None
+    classifies: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to continue.
 
@@ -108,6 +123,7 @@ class Request:
     speculation  whether tokens may be drafted for it, if the engine does so
     remember     whether its answer is remembered for drafts of the tenant's later requests with the
                  same adapters, and those before it are used; of no use without an adapter
+    vector       given, the prompt's vector is the answer, and nothing is generated: max_tokens is 0
     """
 
     request_id: str
@@ -123,6 +139,7 @@ class Request:
     priority: Priority = Priority.INTERACTIVE
     speculation: bool = True
     remember: bool = False
+    vector: VectorParams | None = None
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidPrompt or RequestError naming the first field that is wrong."""
@@ -147,6 +164,14 @@ class Request:
             raise RequestError(f"deadline is {self.deadline!r}, not a number", param="deadline")
         self._check_adapters()
         self._check_grammar()
+        self._check_vector()
+
+    def _check_vector(self) -> None:
+        sampling = self.sampling
+        asks_for_more = self.n != 1 or sampling.max_tokens != 0 or self.speculation
+        if self.vector is not None and (asks_for_more or sampling.prompt_logprobs is not None):
+            message = "a request for a vector has n 1, max_tokens 0, no speculation and no scores"
+            raise RequestError(message, param="vector")
 
     @property
     def grammar(self) -> Grammar | None:
@@ -231,6 +256,7 @@ class RequestOutput:
     end_logprob       of the token that ended the request, which is not in token_ids
     prompt_logprobs   of the prompt's tokens from the second on, if asked for: under one index, with
                       its first token
+    vector            in the last output of a request for a vector
     adapter_bytes     in the last output: what the request's adapters take of the arena
     adapter_load_s    in the last output: seconds of their last loads, from files to the arena
     finish_reason     set in the index's last output, which comes exactly once
@@ -246,6 +272,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     end_logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    vector: list[float] | None = None
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     num_prompt_tokens: int = 0

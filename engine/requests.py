@@ -18,13 +18,14 @@ from engine.sampling.sampler import Sampled, Sampler
 from engine.sampling.stopping import check_stop
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence, Step
+from engine.sequence import PooledPrompt, Sequence, Step
+from engine.validation import RequestValidator
 
 
 class RequestTable:
     """Owns the sequences of all requests, by request id.
 
-    stop_ids  the tokens that end a request
+    validator  knows what ends a request, and how its prompt is pooled
     clock     time in seconds, for deadlines
     """
 
@@ -37,12 +38,12 @@ class RequestTable:
         grammars: Grammars,
         deadlines: Deadlines,
         pins: PinnedPrefixes,
-        stop_ids: Callable[[Request], frozenset[int]],
+        validator: RequestValidator,
         clock: Callable[[], float],
     ) -> None:
         self._store, self._scheduler, self._sampler = store, scheduler, sampler
         self._grammars, self._deadlines, self._pins = grammars, deadlines, pins
-        self._stop_ids, self._clock = stop_ids, clock
+        self._validator, self._clock = validator, clock
         self._sequences: dict[str, list[Sequence]] = {}
         self._pending = PendingFinishes()
         self._num_arrivals = 0
@@ -58,10 +59,14 @@ class RequestTable:
 
         If it raises, nothing of the request stays behind.
         """
-        sequences = Sequence.of(request, self._num_arrivals, self._stop_ids(request))
+        sequences = Sequence.of(request, self._num_arrivals, self._validator.stop_ids(request))
         try:
             for sequence in sequences:
                 sequence.versions = self._store.versions(sequence.digests)
+                if request.vector is not None:
+                    sequence.pooled = PooledPrompt(
+                        self._validator.pooling_of(request), request.vector
+                    )
                 self._sampler.add(sequence)
                 self._grammars.add(sequence)
         except BaseException:
@@ -137,6 +142,8 @@ class RequestTable:
             output.end_logprob = sampled.logprob if is_end else None
         if sequence.prompt_logprobs is not None and output.prompt_logprobs is None:
             output.prompt_logprobs = sequence.prompt_logprobs.take()
+        if sequence.pooled is not None:
+            output.vector = sequence.pooled.vector
         if reason is not None:
             self.finish(sequence, reason, output=output)
 

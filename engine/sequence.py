@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.memory.prefix_cache import AdapterKey, PageKeys
-from engine.request import Request, RequestOutput, TokenLogprob
+from engine.request import Pooling, Request, RequestOutput, TokenLogprob, VectorParams
 
 
 class PromptLogprobs:
@@ -50,6 +50,27 @@ class PromptLogprobs:
         return self._entries
 
 
+class PooledPrompt:
+    """The vector of one prompt, as far as its positions are computed since the sequence started.
+
+    total   the sum of the pooled hidden states so far [E] fp32; None: of none
+    vector  the answer; None: not known yet
+    """
+
+    __slots__ = ("classifies", "dimensions", "pooling", "total", "vector")
+
+    def __init__(self, pooling: Pooling, wanted: VectorParams) -> None:
+        self.pooling = pooling
+        self.dimensions, self.classifies = wanted.dimensions, wanted.classifies
+        self.total: Any = None
+        self.vector: list[float] | None = None
+
+    def restarted(self) -> PooledPrompt:
+        """Return an empty one: a step in flight may still add to this one."""
+        wanted = VectorParams(dimensions=self.dimensions, classifies=self.classifies)
+        return PooledPrompt(self.pooling, wanted)
+
+
 class Sequence:
     """One continuation of a request's prompt: its tokens so far and the pages of their KV.
 
@@ -70,6 +91,7 @@ class Sequence:
                   None: no sibling has started
     stop_ids      tokens that end it
     prompt_logprobs  those known so far; None: not asked for
+    pooled        the prompt's vector; None: not asked for
     versions      registration numbers of its adapters, in order: the content of each digest
     has_left      whether it has given back its pages; its last token may still be in flight
     is_assumed    whether some of its tokens are drafts that may be wrong; not admitted until known
@@ -102,6 +124,7 @@ class Sequence:
         "page_keys",
         "page_table",
         "patience",
+        "pooled",
         "prompt_logprobs",
         "rank",
         "request",
@@ -139,6 +162,7 @@ class Sequence:
         self.digests = tuple(part.digest for part in request.adapters)
         self.versions: tuple[int, ...] = ()
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.pooled: PooledPrompt | None = None
         self.is_running = False
         self.has_ended = False
         self.has_left = False
@@ -287,6 +311,20 @@ class Row:
             return range(0)
         last = min(first + self.num_tokens, self.sequence.num_prompt - 1)
         return range(max(first, wanted.num_known), last)
+
+    @property
+    def pooled(self) -> range:
+        """Positions whose hidden states become part of the prompt's vector."""
+        wanted, first = self.sequence.pooled, self.sequence.num_computed
+        if wanted is None:
+            return range(0)
+        num_prompt = self.sequence.num_prompt
+        last = min(first + self.num_tokens, num_prompt)
+        if wanted.pooling is Pooling.LAST:
+            first = max(first, num_prompt - 1)
+        elif wanted.pooling is Pooling.CLS:
+            last = min(last, 1)
+        return range(first, last)
 
 
 @dataclass(slots=True)

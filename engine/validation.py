@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from contract.ranges import Range
 from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.errors import ContextTooLong, OutOfPages, RequestError
@@ -11,7 +12,7 @@ from engine.grammar_text import parse_schema
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.pinned_prefixes import PinnedPrefixes
 from engine.model.config import ModelConfig
-from engine.request import Request
+from engine.request import Pooling, Request
 
 
 class RequestValidator:
@@ -59,7 +60,33 @@ class RequestValidator:
                 "time",
                 param="adapters",
             )
+        self._check_heads(request)
         self._check_room(request)
+
+    def _check_heads(self, request: Request) -> None:
+        """Raise RequestError if there is no head for the vector that is wanted.
+
+        A classifier may generate: its probe compares what the base's head makes of its LoRA.
+        """
+        wanted = request.vector
+        if wanted is None:
+            return
+        heads = [self._store.num_labels(p.digest) for p in request.adapters if p.weight == 1.0]
+        if wanted.classifies and not (len(request.adapters) == 1 and any(heads)):
+            message = "only a single adapter with a classifier's head can classify"
+            raise RequestError(message, param="adapters")
+        size = Range(1, self._model.hidden_size, is_whole=True)
+        if wanted.dimensions is not None and not size.has(wanted.dimensions):
+            raise RequestError(f"dimensions must be {size}", param="dimensions")
+
+    def pooling_of(self, request: Request) -> Pooling:
+        """Return how it asks, or else its first adapter that says it, or else the model."""
+        wanted = request.vector
+        if wanted is not None and wanted.classifies:
+            return Pooling.LAST  # as transformers' heads do
+        said = (self._store.pooling(part.digest) for part in request.adapters)
+        asked = wanted and wanted.pooling
+        return asked or next(filter(None, said), self._model.pooling)
 
     def stop_ids(self, request: Request) -> frozenset[int]:
         """Return the tokens that end the request."""
@@ -75,8 +102,9 @@ class RequestValidator:
         num_pinned = self._pins.num_lasting_pages
         if num_pinned:
             num_all = -(-num_tokens // self._config.page_size)
-            # A request that asks for prompt_logprobs computes all of its prompt and shares no page.
-            is_scored = request.sampling.prompt_logprobs is not None
+            # A request that asks for prompt_logprobs computes all of its prompt and shares no page;
+            # one for a vector may have to.
+            is_scored = request.sampling.prompt_logprobs is not None or request.vector is not None
             num_shared = 0 if is_scored else self._pins.num_shared(request)
             num_states = max(num_kv - num_all, 0)
             num_kv = min(num_kv, num_all + num_states - num_shared) + num_pinned

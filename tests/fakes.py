@@ -186,7 +186,12 @@ class FakeEngine:
         return outputs
 
     def _advance(self, running: _Running) -> RequestOutput:
-        sampling = running.request.sampling
+        sampling, wanted = running.request.sampling, running.request.vector
+        if wanted is not None:
+            del self._requests[running.request.request_id, running.index]
+            output = self._output(running, finish_reason=FinishReason.STOP)
+            output.vector = [1.0, *[0.0] * 31][: wanted.dimensions]
+            return output
         at = running.generated
         running.generated += 1
         if at >= len(running.echo) and not sampling.ignore_eos:

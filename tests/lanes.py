@@ -60,6 +60,7 @@ SLOW = (
     "engine/training/test_operations.py",
     "engine/execution/test_gpu_engine.py",
     "engine/execution/test_gpu_prompt_logprobs.py",
+    "engine/execution/test_pooling.py",
     "engine/drafts",
     "engine/dash/test_examples.py",
     "controlplane/gateway/lorax",

@@ -1,5 +1,5 @@
-"""`python -m tests.live_adapter TENANT_ID NAME FOLDER…`: versions of a tenant's adapter of the tiny
-base."""
+"""`python -m tests.live_adapter TENANT_ID NAME[@BASE] FOLDER…`: versions of a tenant's adapter of
+the tiny base, or of another one with its revision."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import django
 
 django.setup()
 
+from contract.adapters.peft_config import UPLOAD_LIMITS, read_config  # noqa: E402
 from contract.messages.protocol import adapter_digest  # noqa: E402
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel  # noqa: E402
 from controlplane.infra import storage  # noqa: E402
@@ -25,9 +26,11 @@ from tests.tiny_base import TINY_NAME, TINY_REVISION  # noqa: E402
 def add(tenant_id: str, name: str, folder: Path) -> None:
     """The PEFT folder as the next version; the first is live."""
     config = json.loads((folder / "adapter_config.json").read_bytes())
+    labels = read_config(config, UPLOAD_LIMITS).labels
+    name, _, base = name.partition("@")
     tensors = (folder / "adapter_model.safetensors").read_bytes()
     with tenant_scope(uuid.UUID(tenant_id)):
-        base_model = BaseModel.objects.get(name=TINY_NAME)
+        base_model = BaseModel.objects.get(name=base or TINY_NAME)
         adapter, _ = Adapter.objects.get_or_create(name=name, base_model=base_model)
         version = AdapterVersion.objects.create(
             adapter=adapter,
@@ -35,6 +38,7 @@ def add(tenant_id: str, name: str, folder: Path) -> None:
             status=AdapterVersion.Status.READY,
             digest=adapter_digest(config, [tensors], TINY_REVISION),
             num_bytes=len(tensors),
+            report={"labels": labels},
         )
         adapter.live_version = adapter.live_version or version
         adapter.save()

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from contract.adapters.base_shape import EMBEDDING, HEAD, BaseShape
+from contract.adapters.classifier import Classifier, fit_classifier, is_classifier_tensor
 from contract.adapters.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
 from contract.adapters.families import FUSED, STACKED
 from contract.adapters.fit_causes import (
@@ -84,6 +85,7 @@ class FittedAdapter:
     is_tied       PEFT made the head's A and B from the embedding's; they must agree
     is_head_tied  the head takes the embedding's new rows; where both are in the file they agree
     draft_heads   see `contract.adapters.draft_heads`
+    classifier    the head, for the task SEQ_CLS
     """
 
     matrices: Mapping[str, AdaptedMatrix]
@@ -94,6 +96,7 @@ class FittedAdapter:
     is_tied: bool
     is_head_tied: bool
     draft_heads: tuple[DraftHead, ...] = ()
+    classifier: Classifier | None = None
 
     @property
     def ranks(self) -> set[int]:
@@ -166,6 +169,12 @@ class _Fitting:
         self._faults = Faults()
         self._draft_heads, problems = fit_heads(shapes, base.hidden)
         self._faults.add(*problems)
+        self._classifier: Classifier | None = None
+        if config.is_classifier:
+            self._classifier, problems = fit_classifier(shapes, config.labels, base.hidden)
+            self._faults.add(*problems)
+            own = self._shapes.items()
+            self._shapes = {name: of for name, of in own if not is_classifier_tensor(name)}
         self._modules = {module: layer for module, layer, _ in base.modules()}
         self._way = spelling_of(self._shapes) if base.has_images else ""
         self._adapted = self._over(config)
@@ -236,6 +245,7 @@ class _Fitting:
             is_tied=self._is_tied and HEAD in modules,
             is_head_tied=rows.is_head_tied,
             draft_heads=self._draft_heads,
+            classifier=self._classifier,
         )
 
     def _complain(self, field: str, message: str) -> None:

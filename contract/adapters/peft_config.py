@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from contract.adapters import classifier
 from contract.adapters.base_shape import EMBEDDING, HEAD
 from contract.adapters.file_kinds import other_kind
 from contract.adapters.module_patterns import (
@@ -25,6 +26,7 @@ from contract.adapters.module_patterns import (
 )
 from contract.adapters.peft_fields import PLAIN_INITS, init_problem, other_method, refusals
 from contract.adapters.problems import AdapterProblems, Problem, shown
+from contract.messages.pooling import Pooling
 from contract.strict_json import read_object
 
 FILE = "adapter_config.json"
@@ -34,6 +36,8 @@ MAX_PATTERNS = 2048
 #: Defaults of PEFT's LoraConfig for keys that an adapter_config.json leaves out.
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
+#: Tasks of PEFT whose adapters are served; the second adapts a model that makes vectors.
+TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION", classifier.TASK)
 _BIAS_MODES = ("none", "all", "lora_only")
 _MAX_LAYERS = 1000
 
@@ -77,6 +81,9 @@ class LoraConfig:
     layers          None: all
     saved           modules that are replaced whole, by their dotted paths
     token_ids       module -> the tokens whose rows are replaced
+    is_classifier   whether its task is SEQ_CLS
+    labels          of a classifier, as its config has them; none: it names none
+    pooling         how its vectors are pooled; None: it does not say
     """
 
     raw: dict[str, Any]
@@ -95,6 +102,9 @@ class LoraConfig:
     alpha_pattern: Sequence[tuple[Pattern, float]]
     saved: frozenset[str]
     token_ids: Mapping[str, tuple[int, ...]]
+    is_classifier: bool
+    labels: tuple[str, ...]
+    pooling: Pooling | None
 
     def over(self, modules: Mapping[str, int | None]) -> AdaptedModules:
         """Return the modules of a base that PEFT adapts.
@@ -221,6 +231,9 @@ def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
         alpha_pattern=reader.patterns("alpha_pattern", reader.alpha),
         saved=reader.saved(),
         token_ids=reader.token_ids(),
+        is_classifier=reader.is_classifier,
+        labels=reader.labels(),
+        pooling=reader.pooling(),
     )
     if reader.problems:
         raise AdapterProblems(reader.problems)
@@ -242,8 +255,9 @@ class _Reader:
         raw = self._raw
         for field, message in refusals(raw):
             self._complain(field, message)
-        if raw.get("task_type") not in (None, "CAUSAL_LM"):
-            self._complain("task_type", f"it is {shown(raw['task_type'])}, not CAUSAL_LM")
+        if raw.get("task_type") not in (None, *TASKS):
+            tasks = " or ".join(TASKS)
+            self._complain("task_type", f"it is {shown(raw['task_type'])}, not {tasks}")
         if raw.get("bias", "none") not in _BIAS_MODES:
             modes = ", ".join(_BIAS_MODES)
             self._complain("bias", f"it is {shown(raw['bias'])}, not one of {modes}")
@@ -369,6 +383,8 @@ class _Reader:
         if not isinstance(names, list):
             self._complain(SAVE_FIELD, "it must be a list of module names")
             return frozenset()
+        if self.is_classifier:  # its head, which `classifier.fit_classifier` looks for
+            names = [name for name in names if name not in classifier.MODULES]
         found = [self._with_rows(SAVE_FIELD, name) for name in names]
         return frozenset(path for path in found if path is not None)
 
@@ -392,6 +408,40 @@ class _Reader:
             else:
                 found[path] = tuple(ids)
         return found
+
+    @property
+    def is_classifier(self) -> bool:
+        return self._raw.get("task_type") == classifier.TASK
+
+    def labels(self) -> tuple[str, ...]:
+        """Read a classifier's labels, which transformers keeps by their numbers."""
+        given = self._raw.get("id2label")
+        if not given:
+            return ()
+        most = classifier.MAX_LABELS
+        if not isinstance(given, dict) or not 1 <= len(given) <= most:
+            self._complain("id2label", f"it must be an object of 1 to {most} labels")
+            return ()
+        labels = [given.get(str(number)) for number in range(len(given))]
+        is_text = all(
+            isinstance(label, str) and 0 < len(label) <= classifier.MAX_LABEL_CHARS
+            for label in labels
+        )
+        if not is_text or len(set(labels)) < len(labels):
+            message = f"it must have different labels of up to {classifier.MAX_LABEL_CHARS} "
+            self._complain("id2label", message + "characters, under 0, 1, 2, …")
+            return ()
+        return tuple(map(str, labels))
+
+    def pooling(self) -> Pooling | None:
+        value = self._raw.get("pooling")
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in tuple(Pooling):
+            ways = ", ".join(Pooling)
+            self._complain("pooling", f"it is {shown(value)}, not one of {ways}")
+            return None
+        return Pooling(value)
 
     def _with_rows(self, field: str, name: Any) -> str | None:
         path = _WITH_ROWS.get(name) if isinstance(name, str) else None

@@ -1,6 +1,7 @@
 """The effect of each key of an adapter_config.json: obeyed, neutral, or refused with a reason.
 
-The fields are those of peft 0.21's LoraConfig, and some that it ignores.
+The fields are those of peft 0.21's LoraConfig, and some that it ignores: `id2label`, which
+transformers keeps in the model's config, and `pooling`, which is ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ HONOURED = frozenset({
     "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying", "modules_to_save",
-    "trainable_token_indices", "target_parameters",
+    "trainable_token_indices", "target_parameters", "id2label", "pooling",
 })  # fmt: skip
 # They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
 # a claim, never something to fetch. An initialisation's own stay when PEFT converts to plain LoRA.

@@ -49,6 +49,7 @@ class CheckedAdapter:
             "use_dora": self.config.use_dora,
             "dtypes": sorted({tensor.dtype for tensor in own}),
             "draft_heads": len(fitted.draft_heads),
+            "labels": list(fitted.classifier.labels) if fitted.classifier else [],
             "num_tensors": len(own),
             "num_parameters": sum(math.prod(tensor.shape) for tensor in own),
             "peft_version": shown(raw.get("peft_version") or ""),

@@ -138,6 +138,8 @@ class Task(enum.StrEnum):
     GENERATE = "generate"
     TOKENIZE = "tokenize"  # its prompt's tokens
     DETOKENIZE = "detokenize"  # the text of `token_ids`
+    EMBED = "embed"  # a vector of each prompt
+    CLASSIFY = "classify"  # the probabilities of the adapter's labels, for each prompt
 
 
 class FinishReason(enum.StrEnum):
@@ -173,6 +175,7 @@ class GenerateJob(Message):
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompts: tuple[Any, ...] = ()  # several, each as text or as a list of token ids
+    dimensions: int | None = None  # the first ones of each vector that are wanted; None: all
     n: int = 1  # continuations of each prompt; number i of prompt p is choice p * n + i
     truncate: int | None = None  # cut a prompt as text to its last tokens, at most this number
     template_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the template
@@ -255,6 +258,7 @@ class TokenEvent(Message):
     token_ids: tuple[int, ...] | None = None
     token_strs: tuple[str, ...] | None = None  # for tokenizing: their texts in the vocabulary
     prompt_token_ids: tuple[int, ...] | None = None  # with the first event of a prompt
+    vector: str | None = None  # a prompt's, as `contract.messages.pooling.pack` writes it
     # `with_counts`: the choice's own prompt and tokens so far
     so_far: Usage | None = None
     #: In a request's first event and beside `usage`: how long it waited for its turn.

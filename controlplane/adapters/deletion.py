@@ -17,8 +17,8 @@ from django.db.models import Q, Sum
 from django.utils import timezone
 from redis.exceptions import RedisError
 
-from contract.adapters.deleted import GONE_TTL_S, gone_key
 from contract.messages import protocol
+from contract.queue.deleted_adapters import GONE_TTL_S, gone_key
 from controlplane.adapters import orphaned_objects, promotion, users
 from controlplane.adapters.models import Adapter, AdapterVersion, DeletedVersion, Promotion
 from controlplane.errors import Conflict

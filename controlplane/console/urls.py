@@ -74,6 +74,7 @@ urlpatterns = [
     path("budgets/<uuid:budget_id>/remove", limits.remove_budget, name="remove_budget"),
     path("playground", playground.playground, name="playground"),
     path("playground/run", playground.run, name="playground_run"),
+    path("playground/vectors", playground.vectors, name="playground_vectors"),
     path("usage", usage.usage, name="usage"),
     path("requests", requests.requests, name="requests"),
     path("requests/newest", requests.newest, name="requests_newest"),

@@ -34,8 +34,7 @@ from controlplane.gateway import last_uses
 from controlplane.gateway.cross_origin import check_origin
 from controlplane.inference import access
 from controlplane.inference.default_base import default_base
-from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.inference.service import Generation, new_request_id, submit
+from controlplane.inference.service import Generation, SubmittedBody, new_request_id, submit
 from controlplane.infra.metrics import count_refusal
 from controlplane.infra.web.request_lines import RequestLine
 from controlplane.infra.web.threads import query_in_thread
@@ -89,7 +88,7 @@ class GatewayRequest:
 
     async def admit(
         self,
-        body: ChatBody | CompletionBody,
+        body: SubmittedBody,
         *,
         endpoint: str = "",
         adjust: Callable[[GenerateJob], GenerateJob] | None = None,

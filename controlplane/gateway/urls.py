@@ -11,6 +11,7 @@ from controlplane.gateway.usage.organization import CompletionsUsageView
 urlpatterns = [
     path("chat/completions", views.chat_completions),
     path("completions", views.completions),
+    path("embeddings", views.embeddings),
     path("responses", responses.responses),
     path("responses/<str:response_id>", responses.not_kept),
     path("responses/<str:response_id>/<path:rest>", responses.not_kept),

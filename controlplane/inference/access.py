@@ -62,6 +62,12 @@ class ServedModel:
     def base_model(self) -> BaseModel:
         return self.models[0].base_model
 
+    @property
+    def labels(self) -> list[str]:
+        """Return those of a classifier, also where it is part of a blend; else none."""
+        found = (version.report.get("labels") for version, _ in self.parts)
+        return next(filter(None, found), [])
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:

@@ -179,6 +179,9 @@ def client_param(
     job: GenerateJob, param: str | None, code: str | None, body: GenerationBody
 ) -> str | None:
     """Return the client's name of the field that a worker refused."""
+    is_of_text = param in ("text", "token_ids") or param is None
+    if job.task in (Task.EMBED, Task.CLASSIFY) and is_of_text:
+        return "input" if param or code == ErrorCode.CONTEXT_LENGTH_EXCEEDED else None
     if job.task == Task.DETOKENIZE and param == "token_ids":
         return "tokens"
     if param == "logprobs" and job.endpoint == "/v1/completions":

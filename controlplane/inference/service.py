@@ -11,10 +11,11 @@
 
 `body` is a `ChatBody` or a `CompletionBody` from `schemas` (`parse_body` makes one of JSON), also
 where no HTTP request is behind it: /v1/batches submits them with `is_batch`, LoRAX's and the
-Responses API translate their own bodies into one. Everything that holds for a request holds here:
-`access.resolve` checks the key's permission and allowed models, `submit` the tenant's limits and
-budgets (reserved for all choices before anything runs, settled by the worker's record), and puts it
-into the fair queue; it ends in exactly one DoneRecord.
+Responses API translate their own bodies into one. A `VectorBody` is answered with vectors.
+Everything that holds for a request holds here: `access.resolve` checks the key's permission and
+allowed models, `submit` the tenant's limits and budgets (reserved for all choices before anything
+runs, settled by the worker's record), and puts it into the fair queue; it ends in exactly one
+DoneRecord.
 
 `submit` raises ApiError if the request is not accepted. Later failures are raised by what is
 awaited then, as an ApiError too, with the client's name of the field as `param`.
@@ -30,7 +31,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from contract.messages.protocol import ErrorCode, FinishReason, GenerateJob, TokenEvent
+from contract.messages.protocol import ErrorCode, FinishReason, GenerateJob, Task, TokenEvent
 from controlplane.errors import ApiError, Unavailable
 from controlplane.inference.access import Caller, ServedModel
 from controlplane.inference.answers import Answer, ChatAnswer, CompletionAnswer, Json
@@ -38,12 +39,16 @@ from controlplane.inference.generation import Call, chat_job, client_param, comp
 from controlplane.inference.json_schema import schema_headers
 from controlplane.inference.lifetime import lifetime_headers
 from controlplane.inference.schemas import ChatBody, CompletionBody, GenerationBody
+from controlplane.inference.vectors import VectorBody, check_task
 from controlplane.queue.admission import rate_headers
 from controlplane.queue.batch_reply_stream import BatchReplyStream
 from controlplane.queue.dispatcher import get_dispatcher
 from controlplane.queue.replies import Reply
 from controlplane.tenancy.scoping import new_id, tenant_scope
 from controlplane.usage.limits.admit import Admitted
+
+#: What may be submitted.
+SubmittedBody = ChatBody | CompletionBody | VectorBody
 
 
 def new_request_id() -> str:
@@ -53,7 +58,7 @@ def new_request_id() -> str:
 
 async def submit(
     caller: Caller,
-    body: ChatBody | CompletionBody,
+    body: SubmittedBody,
     *,
     request_id: str,
     endpoint: str = "",
@@ -73,25 +78,27 @@ async def submit(
     deadline      Unix seconds, when the request is given up; None: `DEADLINE_S` from now
     batch_stream  where it is answered, instead of in this process's own stream: leaving it does not
                   cancel it then, and one that is under way there is not submitted again
-    Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable.
-    With a batch_stream, Fenced.
+    Raises ApiError: InvalidRequest, RateLimited, Conflict, Unavailable; Fenced with a batch_stream.
     """
     assert caller.model.name == body.selector().label, "a caller of another body"
+    given, vector = body, body if isinstance(body, VectorBody) else None
+    body = body.completion() if isinstance(body, VectorBody) else body
+    check_task(caller.model, Task.GENERATE if vector is None else vector.task)
     if caller.model.defaults is not None:
         body = caller.model.defaults.filled(body)
     dispatcher = await get_dispatcher()
     call = Call(
         caller=caller,
         request_id=request_id,
-        gateway_id=dispatcher.gateway_id if batch_stream is None else batch_stream.gateway_id,
-        endpoint=endpoint or body.endpoint,
+        gateway_id=(batch_stream or dispatcher).gateway_id,
+        endpoint=endpoint or given.endpoint,
         is_batch=is_batch or body.is_flex,
         deadline=deadline,
     )
     with tenant_scope(caller.principal.tenant.id):  # whose plans of schemas are kept
         job = chat_job(body, call) if isinstance(body, ChatBody) else completion_job(body, call)
-    if adjust is not None:
-        job = adjust(job)
+    job = job if vector is None else vector.as_task(job)
+    job = job if adjust is None else adjust(job)
     if batch_stream is not None:
         job = batch_stream.as_admitted(job)
     reply, admitted = await dispatcher.submit(
@@ -103,6 +110,7 @@ async def submit(
     return Generation(
         job=job,
         body=body,
+        vector=vector,
         model=caller.model,
         admitted=admitted,
         reply=reply,
@@ -115,12 +123,14 @@ class Generation:
     """An accepted request on its way to its answer.
 
     job       as the worker gets it
+    vector    what it answers with vectors, as `body` expresses it; None: it generates
     admitted  what the rate limits' headers say; `headers` has them as text
     leave     ends it, and cancels it if it still runs; call it in the event loop
     """
 
     job: GenerateJob
     body: GenerationBody
+    vector: VectorBody | None
     model: ServedModel
     admitted: Admitted
     reply: Reply
@@ -196,8 +206,10 @@ class Generation:
 
     async def whole(self) -> Json:
         """Return the finished answer as OpenAI writes it."""
-        answer = self.answer()
-        return answer.whole([event async for event in self.events()])
+        events = [event async for event in self.events()]
+        if self.vector is not None:
+            return self.vector.answer(self.model, events)
+        return self.answer().whole(events)
 
     def answer(self) -> Answer:
         """Return the writer of this request's events in OpenAI's format."""

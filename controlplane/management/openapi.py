@@ -26,6 +26,7 @@ from controlplane.gateway.responses.openapi import RESPONSE
 from controlplane.gateway.tokenizing import DetokenizeBody, TokenizeBody
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.schemas import ChatBody, CompletionBody
+from controlplane.inference.vectors import EmbeddingsBody
 from controlplane.tenants import idempotency
 
 _MANAGEMENT = ("/api/v1/", "/ops/v1/")
@@ -97,6 +98,26 @@ _COMPONENTS: Json = {
         {"message": _MESSAGE, "schema_error": SCHEMA_ERROR}, service_tier=SERVICE_TIER
     ),
     "Completion": _answer({"text": {"type": "string"}}),
+    "Embeddings": {
+        "type": "object",
+        "required": ["object", "data", "model", "usage"],
+        "properties": {
+            "object": {"enum": ["list"]},
+            "data": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "object": {"enum": ["embedding"]},
+                        "index": {"type": "integer"},
+                        "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
+                    },
+                },
+            },
+            "model": {"type": "string"},
+            "usage": {"type": "object", "properties": _USAGE["properties"]},
+        },
+    },
     "Response": RESPONSE,
     "Tokens": {
         "type": "object",
@@ -119,6 +140,11 @@ _COMPONENTS: Json = {
 }
 
 
+_BODIES = (
+    ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, TokenizeBody, DetokenizeBody,
+)  # fmt: skip
+
+
 def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Json:
     """Add the addresses of plain async views, with bodies from their pydantic models.
 
@@ -128,7 +154,7 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
     schemas.update(_COMPONENTS)
     schemas.update(lorax.schemas())
     result["paths"].update(lorax.paths())
-    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
+    for body in _BODIES:
         schemas.update(body_schemas(body))
     schemas.update(files.SCHEMAS)
     result["paths"].update(copy.deepcopy(files.PATHS))  # `complete_operations` adds to them
@@ -141,6 +167,12 @@ def add_gateway(result: Json, generator: Any, request: Any, public: bool) -> Jso
             },
             "/v1/completions": {
                 "post": _generation("Continue a text.", "completions", CompletionBody, "Completion")
+            },
+            "/v1/embeddings": {
+                "post": with_body(
+                    operation("Return a vector of each input.", "embeddings", "Embeddings"),
+                    reference("EmbeddingsBody"),
+                )
             },
             "/v1/responses": {
                 "post": _generation(

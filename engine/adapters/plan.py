@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from contract.adapters.base_shape import BaseShape, Experts
+from contract.adapters.classifier import Classifier
 from contract.adapters.draft_heads import DraftHead
 from contract.adapters.families import FUSED
 from contract.adapters.fit import AdaptedMatrix, fit_adapter
 from contract.adapters.problems import AdapterProblems
 from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_header
+from contract.messages.pooling import Pooling
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
@@ -101,6 +103,8 @@ class AdapterPlan:
     is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
     draft_heads what guesses further tokens, see `contract.adapters.draft_heads`
     num_experts of a layer; 0: it changes none
+    classifier  its head, where it classifies
+    pooling     how it pools; None: it does not say
     """
 
     targets: tuple[Target, ...]
@@ -112,6 +116,8 @@ class AdapterPlan:
     new_head: Replacement | None = None
     draft_heads: tuple[DraftHead, ...] = ()
     num_experts: int = 0
+    classifier: Classifier | None = None
+    pooling: Pooling | None = None
     file_bytes: int
 
     @property
@@ -173,6 +179,8 @@ def plan_adapter(
         new_head=new_head,
         draft_heads=fitted.draft_heads,
         num_experts=0 if model.plan.experts is None or not of_experts else model.plan.experts.num,
+        classifier=fitted.classifier,
+        pooling=lora.pooling,
         file_bytes=file_bytes,
     )
 

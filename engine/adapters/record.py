@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.messages.pooling import Pooling
 from engine.adapters.copies import Arrival
 from engine.adapters.host_memory import HostPages
 from engine.adapters.pages import SUB_PAGES, Place
@@ -37,6 +38,7 @@ class Adapter:
     tail_sub_pages   filled sub-pages of its last page; 0: the whole page
     place, arrival   its pages in the arena, and the copy that fills them
     tiles            its tiles, at offsets of the arena
+    pooling, num_labels  what its files say: see `AdapterPlan`; 0: it is no classifier
     pins             running requests that use it
     users            accepted requests that use it, running or waiting
     read_s, copy_s   seconds of its last load to host memory, and from there to the arena
@@ -52,6 +54,8 @@ class Adapter:
     path: Path
     num_pages: int
     tail_sub_pages: int = 0
+    pooling: Pooling | None = None
+    num_labels: int = 0
     version: int = 0
     content: str | None = None
     state: AdapterState = AdapterState.DISK

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from contract.messages.pooling import Pooling
 from engine.adapters.copies import Arrival, PageCopier
 from engine.adapters.files import AdapterReader
 from engine.adapters.host_memory import HostMemory
@@ -93,7 +94,8 @@ class AdapterStore:
             if known.error is not None:
                 known.retry_at = self._clock()
             return
-        tiles = self._reader.place(self._reader.read_plan(path), digest)
+        plan = self._reader.read_plan(path)
+        tiles = self._reader.place(plan, digest)
         num_pages, tail = tiles.num_pages, tiles.tail_sub_pages
         limit = min(self._pool.max_used(PageUse.ADAPTER), self._pool.num_pages - 1)
         if num_pages > limit:
@@ -106,6 +108,8 @@ class AdapterStore:
             num_pages=num_pages,
             tail_sub_pages=tail,
             version=self._num_made,
+            pooling=plan.pooling,
+            num_labels=0 if plan.classifier is None else plan.classifier.num_labels,
         )
 
     def prefetch(self, digest: str, *, to_arena: bool = False) -> None:
@@ -130,6 +134,14 @@ class AdapterStore:
             adapter = self._adapters.get(digest)
             if adapter is None or adapter.is_unregistered:
                 raise UnknownAdapter(f"no adapter {digest[:12]} is registered", param="adapters")
+
+    def num_labels(self, digest: str) -> int:
+        """Return how many labels a registered adapter's classifier has; 0: it has none."""
+        return self._adapters[digest].num_labels
+
+    def pooling(self, digest: str) -> Pooling | None:
+        """Return how a registered adapter pools; None: it does not say."""
+        return self._adapters[digest].pooling
 
     def add_user(self, digests: Sequence[str]) -> None:
         """Count one accepted request as a user; if it raises UnknownAdapter, nothing is counted."""

@@ -119,6 +119,7 @@ class TileMap:
     embedding, head  None: the adapter has no LoRA there
     new_embedding, new_head  None: it replaces no rows there
     draft_heads     in their order; none where they are not used
+    classifier      the head [labels, E] of one that classifies
     """
 
     num_pages: int
@@ -138,6 +139,7 @@ class TileMap:
     new_embedding: RowMap | None = None
     new_head: RowMap | None = None
     draft_heads: tuple[HeadMap, ...] = ()
+    classifier: Blocks | None = None
 
     @property
     def num_layers(self) -> int:
@@ -214,6 +216,8 @@ class TileMap:
             new_embedding=None if self.new_embedding is None else self.new_embedding.moved(move),
             new_head=None if self.new_head is None else self.new_head.moved(move),
             draft_heads=tuple(head.moved(move) for head in self.draft_heads),
+            classifier=self.classifier
+            and replace(self.classifier, offsets=move(self.classifier.offsets)),
         )
 
 
@@ -323,7 +327,7 @@ def place_tiles(
     tile_rows = min(TILE_ROWS, layout.page_elems // model.widest)
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
-    num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
+    num_parts = 1 + (is_original and layout.tile_per_element > 1)
     shape = num_entries * (1 + plan.num_experts), num_parts, num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
@@ -349,6 +353,7 @@ def place_tiles(
     is_shared = plan.new_head == plan.new_embedding
     new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
     draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()
+    classifier = _place_classifier(packer, plan, model)
     num_pages, tail_sub_pages = packer.pack()
     return TileMap(
         num_pages=num_pages,
@@ -356,13 +361,14 @@ def place_tiles(
         **_in_pairs(a_offset, b_offset, rows, scale),
         num_experts=plan.num_experts,
         per_element=layout.tile_per_element,
-        gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
-        shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
+        gain_offset=gain if (gain >= 0).any() else None,
+        shift_offset=shift if (shift >= 0).any() else None,
         embedding=embedding,
         head=head,
         new_embedding=new_embedding,
         new_head=new_head,
         draft_heads=draft_heads,
+        classifier=classifier,
     )
 
 
@@ -394,6 +400,12 @@ def _place_heads(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> tupl
         HeadMap(down=packer.blocks(head.rank, hidden), up=packer.blocks(hidden, head.rank))
         for head in plan.draft_heads
     )
+
+
+def _place_classifier(packer: _Packer, plan: AdapterPlan, model: ModelConfig) -> Blocks | None:
+    if plan.classifier is None:
+        return None
+    return packer.blocks(plan.classifier.num_labels, model.hidden_size)
 
 
 def _place_rows(
@@ -462,6 +474,9 @@ def fill_tiles(
     for head, room in zip(plan.draft_heads, tiles.draft_heads, strict=False):
         for name, blocks in ((head.down, room.down), (head.up, room.up)):
             _write_blocks(flat, blocks, finite(name, tensor(name)))
+    if plan.classifier is not None and tiles.classifier is not None:
+        name = plan.classifier.name
+        _write_blocks(flat, tiles.classifier, finite(name, tensor(name)))
 
 
 def _fill_matrices(

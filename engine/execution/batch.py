@@ -21,6 +21,7 @@ from engine.execution.prompt_scores import Scores, plan_scores
 from engine.execution.uploads import upload
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.delta_states import StatePages
+from engine.sampling.pooling import PooledRows, plan_pooled
 from engine.sequence import Row, Step
 from kernels import LoraBatch, LoraExtras, LoraTable
 
@@ -50,6 +51,7 @@ class Batch:
     is_drafted    whether sequences bring drafts behind one token each, and `max_new` is theirs
     has_unread    whether `token_ids` has placeholders, ~i for token i of the step before
     scores        the prompt log-probabilities to compute; None: there are none
+    pooled        takes the hidden states of rows for their prompts' vectors; None: there are none
     delta         None: the model has no gated delta net
     states        takes what the LM head reads for `sample_rows`; None: nobody wants it
     """
@@ -71,6 +73,7 @@ class Batch:
     has_unread: bool = False
     is_drafted: bool = False
     scores: Scores | None = None
+    pooled: PooledRows | None = None
     delta: StatePages | None = None
     states: States | None = None
 
@@ -161,6 +164,7 @@ class BatchBuilder:
             has_unread=bool((token_ids < 0).any()),
             is_drafted=step.has_drafts and all(row.num_known == 1 for row in rows),
             scores=plan_scores(rows, query_start, self._device, extras_of),
+            pooled=plan_pooled(rows, query_start, self._tensor, self._store.tiles),
             delta=_state_pages(rows, self._device),
             states=States() if step.keeps_states else None,
         )

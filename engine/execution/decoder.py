@@ -448,6 +448,9 @@ class Decoder:
             x, _ = add_norm(hidden[rows], residual[rows], self._norm, self._plan)
             head = functools.partial(self._logits, extended)
             batch.scores.compute(x, head, len(self._embedding))
+        if batch.pooled is not None:
+            rows = batch.pooled.rows
+            batch.pooled.x, _ = add_norm(hidden[rows], residual[rows], self._norm, self._plan)
         hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         normed, _ = add_norm(hidden, residual, self._norm, self._plan)
         if batch.states is not None:

@@ -8,6 +8,7 @@ import torch
 
 from engine.adapters.copies import Arrival
 from engine.execution.prompt_scores import Scores
+from engine.sampling.pooling import PooledRows
 from kernels import LoraExtras, LoraTable
 from kernels.attention_decode import DecodeWorkspace
 from kernels.delta_gpu.inputs import DeltaInputs
@@ -36,7 +37,7 @@ class GpuBatch:
     blocks     given, the prefill kernel computes these and the decode kernel all other rows
     workspace  of the decode kernel; None: a new one
     sample_rows  None: every row
-    scores       what the pass is to tell of prompts; never in a graph
+    scores, pooled  what the pass is to tell of prompts; never in a graph
     table, plan  both None for a pass without adapters
     sample_plan  the work list of the sample rows alone
     arrivals  copies of adapters that the pass overtakes: each layer waits for its part
@@ -68,4 +69,5 @@ class GpuBatch:
     extras: LoraExtras | None = None
     scores: Scores | None = None
     states: DeltaInputs | None = None
+    pooled: PooledRows | None = None
     kept: torch.Tensor | None = None

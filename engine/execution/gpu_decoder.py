@@ -153,7 +153,8 @@ class GpuModel:
         """Compute the logits of the rows to sample; write the new tokens' KV to the arena."""
         weights, plan = self.weights, self._plan
         # After the last attention nobody reads the other rows: 2.6% of a prefill of 32 layers.
-        is_cut = batch.sample_rows is not None and batch.scores is None and not plan.is_parallel
+        has_all = batch.scores is not None or batch.pooled is not None or plan.is_parallel
+        is_cut = batch.sample_rows is not None and not has_all
         residual = functional.embedding(batch.token_ids, weights.embedding)
         if batch.extras is not None:
             for arrival in batch.arrivals:
@@ -193,6 +194,8 @@ class GpuModel:
         if batch.scores is not None:
             scored = states[batch.scores.rows]
             batch.scores.compute(scored, self._logits, self.config.vocab_size)
+        if batch.pooled is not None:
+            batch.pooled.x = states[batch.pooled.rows]
         if batch.sample_rows is not None and not is_cut:
             states = states[batch.sample_rows]
             extras = batch.extras and sampled(batch.extras, batch.sample_rows)

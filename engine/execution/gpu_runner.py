@@ -257,7 +257,8 @@ class GpuRunner:
         if batch.has_unread:
             assert self._chosen is not None
             fill_unread_triton(batch.token_ids, self._chosen)
-        if batch.scores is None:  # a graph keeps the logits of the rows that sample alone
+        # A graph keeps the logits of the rows that sample alone.
+        if batch.scores is None and batch.pooled is None:
             if batch.is_drafted and self._fits_drafted(batch):
                 self._load(_each_draft_a_row(batch))
                 logits = self._graphs.step()[batch.sample_rows]
@@ -369,6 +370,7 @@ class GpuRunner:
             states=None
             if states is None or delta is None
             else delta.inputs(states, batch.query_start, num_tokens, batch.max_new),
+            pooled=batch.pooled,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.execution.gpu_runner import Tokens
 from engine.execution.prompt_scores import Scores
 from engine.execution.verification import Verification
+from engine.sampling.pooling import PooledRows
 from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Sequence, Step
 
@@ -19,6 +20,7 @@ class InFlightStep:
     read              waits for the step and returns one token for each of `step.sampling`
     tokens            the tokens, if the device chooses them; None: the host does, in `read`
     scores            the prompt log-probabilities that the step computes
+    pooled            its part of prompts' vectors
     is_done           whether the step has run already, as on a CPU
     placed            sequences and how many of their last tokens stand for this step's: drafts,
                       and a placeholder; its rows are committed then. None: none do
@@ -30,6 +32,7 @@ class InFlightStep:
     read: Callable[[], list[Sampled]]
     tokens: Tokens | None = None
     scores: Scores | None = None
+    pooled: PooledRows | None = None
     is_done: bool = False
     placed: list[tuple[Sequence, int]] | None = None
     drafted: Verification | None = None

@@ -174,6 +174,14 @@ class ModelRunner:
             assert gpu is not None and step.new_pages is not None
             masks = processor.masks(step.sampling)
             return _chosen_on_device(step, gpu.replay(step.new_pages, masks), masks)
+        launched = self._launch(step, batch, processor)
+        if batch.pooled is not None:
+            batch.pooled.reduce(self.arena)
+            launched.pooled = batch.pooled
+        return launched
+
+    def _launch(self, step: Step, batch: Batch, processor: LogitsProcessor) -> InFlightStep:
+        gpu = self._gpu
         step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
         is_free = batch.scores is None and processor.needs_logits_alone(sampling)
         if step.has_drafts or batch.states is not None:

@@ -24,6 +24,7 @@ from contract.adapters.families import (
     text_config,
 )
 from contract.layer_shapes import LayerShape
+from contract.messages.pooling import Pooling
 from engine.errors import UnsupportedModel
 from engine.model.families import PLANS
 from engine.model.fields import NEUTRAL, Fields
@@ -62,6 +63,7 @@ class ModelConfig:
     has_images  see `BaseShape`
     qkv_bias, o_bias, mlp_bias  whether these linears add a bias
     scheme  how the checkpoint stores its quantised linears; None: none is quantised
+    pooling  how prompts become vectors
     """
 
     vocab_size: int
@@ -82,6 +84,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     scheme: Fp8Scheme | Int4Scheme | None = None
+    pooling: Pooling = Pooling.LAST
 
     @property
     def q_size(self) -> int:
@@ -185,7 +188,8 @@ class ModelConfig:
         generation_file = folder / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.exists() else {}
         eos = generation.get("eos_token_id", fields.get("eos_token_id"))
-        return cls.from_fields(fields, _text_of(fields).get("eos_token_id") if eos is None else eos)
+        eos = _text_of(fields).get("eos_token_id") if eos is None else eos
+        return replace(cls.from_fields(fields, eos), pooling=_pooling_of(folder))
 
     @classmethod
     def from_fields(
@@ -279,6 +283,29 @@ def _modules(num_layers: int, shape: BaseShape, plan: Plan) -> list[str]:
     parts += filter(None, plan.norms)
     layers = [f"model.layers.{i}.{part}" for i in range(num_layers) for part in parts]
     return ["lm_head", "model.embed_tokens", "model.norm", *layers]
+
+
+#: A file of sentence-transformers, beside the model's own, and its flags.
+_POOLING_FILE = Path("1_Pooling") / "config.json"
+_POOLING_FLAGS = {
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+    "pooling_mode_cls_token": Pooling.CLS,
+}
+
+
+def _pooling_of(folder: Path) -> Pooling:
+    """Return how the model's vectors are pooled; where it does not say, by the last token."""
+    if not (folder / _POOLING_FILE).exists():
+        return Pooling.LAST
+    fields = _read_json(folder / _POOLING_FILE)
+    modes = [name for name, is_on in fields.items() if name.startswith("pooling_mode") and is_on]
+    if len(modes) != 1 or modes[0] not in _POOLING_FLAGS:
+        raise UnsupportedModel(
+            f"{_POOLING_FILE}: {' and '.join(modes) or 'no pooling'} is not supported; one of "
+            f"{', '.join(_POOLING_FLAGS)} is"
+        )
+    return _POOLING_FLAGS[modes[0]]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def check_stop(
     Advances the request's grammar by the token; raises GrammarFailed if that cannot be followed any
     further.
     """
+    if sequence.pooled is not None:
+        return FinishReason.STOP, False
     if sequence.request.sampling.max_tokens == 0:
         return FinishReason.LENGTH, False  # the token was not asked for
     token_id = sequence.token_ids[-1]

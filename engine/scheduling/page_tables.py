@@ -6,6 +6,7 @@ from array import array
 
 from engine.memory.page_pool import PagePool, PageUse
 from engine.memory.prefix_cache import PageKeys, PrefixCache
+from engine.request import Pooling
 from engine.sequence import Row, Sequence
 
 #: States for which a sequence needs room at most: one that it found, and its own.
@@ -87,6 +88,8 @@ class PageTables:
         if wanted is not None and not wanted.is_complete:
             # Positions whose log-probabilities are not known yet must be computed.
             num_full = min(num_full, wanted.num_known // self._page_size)
+        if sequence.pooled is not None and sequence.pooled.pooling is not Pooling.LAST:
+            num_full = 0  # the vector needs hidden states, and the cache has none
         pages = self._prefixes.take(self._keys(sequence, num_full))
         if self._num_state:
             sequence.state_before = self._prefixes.take_state(pages)
@@ -116,6 +119,8 @@ class PageTables:
         sequence.page_table = array("i", pages)
         sequence.num_computed = len(pages) * self._page_size
         sequence.num_dropped = self._first_seen(sequence.num_computed)
+        if sequence.pooled is not None:
+            sequence.pooled = sequence.pooled.restarted()
         if self._num_state:
             self._start_state(sequence)
         if sequence.num_cached is None:  # else it returns, and finds pages of its own

@@ -189,6 +189,18 @@ def test_a_difference_is_told_in_words_that_there_are(page: Page) -> None:
     assert sentence(2, 3) == f"Compared with model 1: {both}."
 
 
+def test_vectors_of_two_texts(page: Page, base: Path) -> None:
+    page.goto("/console/playground")
+    part = page.locator("[data-vectors]")
+    part.get_by_text("Vectors and labels").click()
+    part.get_by_label("Model").fill(TINY_NAME)
+    part.get_by_label("Text", exact=True).fill("hello world")
+    part.get_by_label("Another text").fill("hello world")
+    part.get_by_role("button", name="Compute").click()
+    expect(part.get_by_text("Similarity 1.0000")).to_be_visible(timeout=RUN_TIMEOUT_MS)
+    expect(part.get_by_text("32 numbers").first).to_be_visible()
+
+
 def test_an_answer_becomes_a_case_of_a_suite(page: Page, base: Path) -> None:
     page.goto(f"/console/playground?model={TINY_NAME}")
     ask(page, "which <words>?")

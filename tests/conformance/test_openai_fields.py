@@ -261,7 +261,7 @@ output_expires_after: anchor seconds
 ## batches neutral
 : metadata
 ## batches refused
-: endpoint=/v1/embeddings endpoint=/v1/images/edits endpoint=/v1/images/generations
+: endpoint=/v1/images/edits endpoint=/v1/images/generations
 : endpoint=/v1/moderations endpoint=/v1/videos
 ## jobs obeyed
 : hyperparameters method model seed suffix training_file validation_file

@@ -70,6 +70,7 @@ def test_good_adapter() -> None:
         "peft_version": "",
         "claimed_base": "",
         "draft_heads": 0,
+        "labels": [],
     }
 
 
@@ -189,7 +190,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "other method": ({"peft_type": "IA3"}, "peft_type"),
     "no method": ({"peft_type": None}, "peft_type"),
     "method a list": ({"peft_type": ["LORA"]}, "peft_type"),
-    "other task": ({"task_type": "SEQ_CLS"}, "task_type"),
+    "other task": ({"task_type": "TOKEN_CLS"}, "task_type"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "mica with dora": ({"init_lora_weights": "mica", "use_dora": True}, "init_lora_weights"),

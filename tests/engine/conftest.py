@@ -235,6 +235,7 @@ _REQUEST_FIELDS = {
     "remember",
     "speculation",
     "tenant_id",
+    "vector",
 }
 
 

@@ -109,6 +109,16 @@ def test_the_gpu_table_runs_at_a_tiny_size(shape: str) -> None:
     assert [row["adapters"] for row in results] == [0, 2]
 
 
+def test_vectors_are_timed_beside_a_prefill_of_the_same_prompts() -> None:
+    from bench.engine import Bench, Case, run_cases
+
+    bench = Bench("tiny", "cpu", arena_bytes=16 << 20, max_running=4)
+    [row] = run_cases(bench, [Case(kind="embed", batch=4, adapters=2, first_prompt=16)], {}, 1)
+    bench.close()
+    assert (row["kind"], row["prompt"], row["adapters"]) == ("embed", 16, 2)
+    assert row["tok_s"] > 0 and row["prefill_ratio"] > 0
+
+
 def test_a_result_has_a_line_for_each_row(tmp_path: Path) -> None:
     from bench.machine import write_result
 

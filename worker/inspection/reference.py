@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contract.adapters.inspection import MAX_PROMPT_TOKENS, MAX_PROMPTS, TOP
@@ -67,7 +67,11 @@ def reference_of(model: Any, adapter_dir: Path, prompts: list[list[int]]) -> dic
 
     model  the base, which is changed in place
     """
-    peft_model = PeftModel.from_pretrained(model, adapter_dir, local_files_only=True).eval()
+    config = PeftConfig.from_pretrained(adapter_dir)
+    if config.task_type == "SEQ_CLS":  # its LoRA is compared under the base's head
+        config.modules_to_save = None
+    config.task_type = "CAUSAL_LM"
+    peft_model = PeftModel.from_pretrained(model, adapter_dir, config=config).eval()
     told = []
     with torch.inference_mode():
         for token_ids in prompts:

@@ -35,6 +35,13 @@ TOO_MANY_LOGPROBS = (
     "time. Ask for fewer, or for a stream."
 )
 
+#: Largest number of numbers in the vectors of one request: some 22 MB in base64.
+MAX_NUMBERS = 1 << 22
+TOO_MANY_NUMBERS = (
+    f"The vectors of this request have more than {MAX_NUMBERS:,} numbers together. Send fewer "
+    "inputs, or ask for fewer dimensions."
+)
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Timings:
@@ -212,6 +219,8 @@ class ActiveRequest:
         elif self._has_too_many_logprobs:
             param = "logprobs" if self.job.sampling.logprobs is not None else "return_token_ids"
             self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_LOGPROBS, param, now=now)
+        elif sum(choice.num_numbers for choice in self._choices) > MAX_NUMBERS:
+            self.fail(ErrorCode.INVALID_REQUEST, TOO_MANY_NUMBERS, "text", now=now)
         elif not self.awaits_check:
             self.conclude(now)
         return output.index if choice.finish_reason is not None and choice.runs_on else None

@@ -26,11 +26,11 @@ import boto3
 from botocore.client import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from contract.adapters.deleted import ADAPTER_AGE_S
 from contract.adapters.peft_config import ENGINE_LIMITS
 from contract.adapters.peft_config import FILE as CONFIG_FILE
 from contract.adapters.safetensors_header import FILE as TENSORS_FILE
 from contract.messages.protocol import AdapterRef, adapter_digest
+from contract.queue.deleted_adapters import ADAPTER_AGE_S
 from engine.stats import LoadCounts
 from worker.config import S3Config
 

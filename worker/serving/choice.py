@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from contract.messages.pooling import pack
 from contract.messages.protocol import FinishReason, GenerateJob, TokenEvent
 from contract.messages.tool_calls import BLANKS
 from engine.request import RequestOutput, TokenLogprob
@@ -28,6 +29,7 @@ class Choice:
     runs_on        whether the engine still works on it
     finish_reason  set when it has ended, perhaps before the engine knows; if there is a schema, it
                    is sent only after the answer was checked
+    num_numbers    of its prompt's vector
     answer         all of its text, kept if it may be checked
     is_checked     whether its answer was checked against its schema
     schema_error   how it violates its schema; None: it does not, or was not checked yet
@@ -59,6 +61,8 @@ class Choice:
         self._prompt_logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
         self._prompt_token_ids: tuple[int, ...] | None = None
+        self._vector: str | None = None
+        self.num_numbers = 0
         self._is_end_told = self.is_checked = False
         self.schema_error: str | None = None
         self.broken_param: str | None = None
@@ -151,6 +155,8 @@ class Choice:
         self.runs_on = self.runs_on and output.finish_reason is None
         if self.finish_reason is not None:
             return
+        if output.vector is not None:
+            self._vector, self.num_numbers = pack(output.vector), len(output.vector)
         num_read = self._take(output)
         if num_read == len(output.token_ids):  # else drafts behind a stop string are among them
             self.accepted_drafts = output.accepted_drafts
@@ -233,6 +239,7 @@ class Choice:
             prompt_logprobs=tuple(self._prompt_logprobs) or None,
             token_ids=tuple(self._token_ids) if self._job.with_token_ids else None,
             prompt_token_ids=self._prompt_token_ids,
+            vector=self._vector,
             finish_reason=self._reason_to_send,
             stop_string=self._read.stop_string,
             schema_error=self.schema_error,
@@ -243,7 +250,7 @@ class Choice:
         self._thought = self._text = ""
         self._logprobs, self._prompt_logprobs = [], []
         self._token_ids = []
-        self._prompt_token_ids = None
+        self._prompt_token_ids = self._vector = None
         self._is_end_told = self._reason_to_send is not None
 
     def _logprob(self, entry: TokenLogprob, is_first: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from contract.messages.protocol import ErrorCode, GenerateJob, Sampling
-from engine.request import AdapterPart, Priority, Request, SamplingParams
+from contract.messages.protocol import ErrorCode, GenerateJob, Sampling, Task
+from engine.request import AdapterPart, Priority, Request, SamplingParams, VectorParams
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
@@ -229,6 +229,9 @@ def to_requests(
     grammar = answer_grammar(job, prompts[0].token_ids, codec)
     bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
+    vector = None
+    if job.task in (Task.EMBED, Task.CLASSIFY):
+        vector = VectorParams(dimensions=job.dimensions, classifies=job.task == Task.CLASSIFY)
     return [
         Request(
             request_id=engine_id,
@@ -240,7 +243,8 @@ def to_requests(
             **bound,
             deadline=job.deadline,
             priority=Priority.BATCH if job.is_batch else Priority.INTERACTIVE,
-            speculation=job.sampling.speculation,
+            speculation=job.sampling.speculation and vector is None,
+            vector=vector,
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]

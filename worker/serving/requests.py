@@ -194,7 +194,7 @@ class Requests:
                 raise Refused(
                     ErrorCode.INTERNAL, f"This worker serves {self._config.base_model}.", "model"
                 )
-            if job.task != Task.GENERATE:
+            if job.task in (Task.TOKENIZE, Task.DETOKENIZE):
                 told = await asyncio.to_thread(answer_of, job, self._codec)
                 request.answer(told, time.time())
                 self._finish(request)

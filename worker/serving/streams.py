@@ -12,10 +12,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ResponseError
 
-from contract.adapters.deleted import gone_key
 from contract.messages import protocol
 from contract.messages.protocol import ControlMessage, DoneRecord, Heartbeat, TokenEvent, Usage
 from contract.queue import fair_queue, reply_streams, scripts
+from contract.queue.deleted_adapters import gone_key
 
 log = logging.getLogger(__name__)
 

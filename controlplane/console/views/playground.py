@@ -1,7 +1,8 @@
 """The playground: up to three models answer one prompt side by side.
 
 The page's script asks for each column by itself, at `run`. What it sends is a body of
-/v1/chat/completions, and it is checked, limited, logged and billed as one: see `run`.
+/v1/chat/completions, and it is checked, limited, logged and billed as one: see `run`. So is what
+`vectors` answers, as a body of /v1/embeddings.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from typing import TypeVar
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.shortcuts import render
 from django.views.decorators.http import require_POST, require_safe
 
@@ -33,9 +35,10 @@ from controlplane.inference import access
 from controlplane.inference.access import Caller
 from controlplane.inference.answers import DONE
 from controlplane.inference.model_selector import ModelSelector
-from controlplane.inference.parsing import parse_body
+from controlplane.inference.parsing import make_body, parse_body
 from controlplane.inference.schemas import ChatBody
 from controlplane.inference.service import submit
+from controlplane.inference.vectors import EmbeddingsBody, LabelsBody, VectorBody
 from controlplane.infra.metrics import count_refusal
 from controlplane.infra.web.request_lines import RequestLine
 from controlplane.infra.web.threads import query_in_thread
@@ -51,6 +54,11 @@ MAX_BODY_BYTES = 256 * 1024
 #: Two pages of three columns.
 MAX_STREAMS_OF_PERSON = 6
 MAX_STREAMS_OF_TENANT = 24
+#: Texts whose vectors are compared, and the numbers of each that are shown.
+MAX_TEXTS = 2
+NUM_SHOWN = 8
+
+_B = TypeVar("_B", ChatBody, EmbeddingsBody)
 
 
 @require_safe
@@ -101,7 +109,9 @@ async def _run(request: HttpRequest, principal: Principal) -> HttpResponseBase:
     line: RequestLine = request.line  # type: ignore[attr-defined]
     try:
         with tenant_scope(principal.tenant.id):
-            body = await _read_body(request)
+            body = await _read_body(request, ChatBody)
+        if not body.stream:
+            raise InvalidRequest("The playground only streams: set stream to true.", param="stream")
         caller, served = await query_in_thread(lambda: _resolve(principal, body.selector()))
         caller = _bounded(caller)
         generation = await submit(caller, body, request_id=line.request_id, endpoint=ENDPOINT)
@@ -119,17 +129,52 @@ async def _run(request: HttpRequest, principal: Principal) -> HttpResponseBase:
 run = require_POST(member_call(_run, permission=Permission.INFER))
 
 
-async def _read_body(request: HttpRequest) -> ChatBody:
+async def _vectors(request: HttpRequest, principal: Principal) -> HttpResponseBase:
+    """Answer with the labels of a classifier, or the beginnings of vectors and their similarity."""
+    line: RequestLine = request.line  # type: ignore[attr-defined]
+    body: VectorBody
+    try:
+        body = await _read_body(request, EmbeddingsBody)
+        if len(body.inputs()) > MAX_TEXTS:
+            raise InvalidRequest(f"input: at most {MAX_TEXTS} texts are compared.", param="input")
+        caller, _ = await query_in_thread(lambda: _resolve(principal, body.selector()))
+        if caller.model.labels:
+            body = make_body(LabelsBody, model=body.model, input=body.input)
+        generation = await submit(
+            _bounded(caller), body, request_id=line.request_id, endpoint=ENDPOINT
+        )
+        line.add_later(generation.log_fields)
+        try:
+            told = await generation.whole()
+        finally:
+            generation.leave()
+    except ApiError as error:
+        _count_refusal(principal, error)
+        raise
+    found, last = [each["embedding"] for each in told.get("data", ())], generation.reply.last
+    products = [a * b for a, b in zip(*found, strict=True)] if len(found) == MAX_TEXTS else None
+    return JsonResponse(
+        {
+            "labels": told.get("labels"),
+            "vectors": [vector[:NUM_SHOWN] for vector in found],
+            "dimensions": len(found[0]) if found else None,
+            "similarity": None if products is None else sum(products),
+            "prompt_tokens": last.usage.prompt_tokens if last and last.usage else 0,
+        }
+    )
+
+
+vectors = require_POST(member_call(_vectors, permission=Permission.INFER))
+
+
+async def _read_body(request: HttpRequest, kind: type[_B]) -> _B:
     if request.content_type != "application/json":
         raise UnsupportedMediaType("The body must be application/json.")
     sent = request.read(MAX_BODY_BYTES + 1)
     if len(sent) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"The playground takes {MAX_BODY_BYTES} bytes at most.")
-    parse = functools.partial(parse_body, ChatBody, sent)
-    body = parse() if len(sent) <= LONG_BODY_BYTES else await asyncio.to_thread(parse)
-    if not body.stream:
-        raise InvalidRequest("The playground only streams: set stream to true.", param="stream")
-    return body
+    parse = functools.partial(parse_body, kind, sent)
+    return parse() if len(sent) <= LONG_BODY_BYTES else await asyncio.to_thread(parse)
 
 
 def _resolve(principal: Principal, selector: ModelSelector) -> tuple[Caller, str]:

@@ -15,8 +15,7 @@ from controlplane.files.batches.concurrency import Concurrency
 from controlplane.files.batches.lines import Line, Request
 from controlplane.files.batches.results import Result
 from controlplane.inference import access
-from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.inference.service import Generation, submit
+from controlplane.inference.service import Generation, SubmittedBody, submit
 from controlplane.infra.web.threads import query_in_thread
 from controlplane.queue.batch_reply_stream import BatchReplyStream, Fenced
 from controlplane.queue.dispatcher import get_dispatcher
@@ -227,7 +226,7 @@ class Feeder:
 
 async def submit_line(
     principal: Principal,
-    body: ChatBody | CompletionBody,
+    body: SubmittedBody,
     *,
     request_id: str,
     endpoint: str,
@@ -272,8 +271,8 @@ def answered(line: Line, request_id: str, body: dict[str, Any]) -> Result:
         output=lines.answer_line(line.custom_id, request_id, 200, body),
         prompt_tokens=usage[f"{prompt}_tokens"],
         cached_tokens=usage[f"{prompt}_tokens_details"]["cached_tokens"],
-        completion_tokens=usage[f"{completion}_tokens"],
-        thought_tokens=usage[f"{completion}_tokens_details"]["reasoning_tokens"],
+        completion_tokens=usage.get(f"{completion}_tokens", 0),  # an embedding has none
+        thought_tokens=usage.get(f"{completion}_tokens_details", {}).get("reasoning_tokens", 0),
     )
 
 

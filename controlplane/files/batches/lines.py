@@ -13,7 +13,8 @@ from controlplane.inference.responses.answers import answer_of
 from controlplane.inference.responses.schemas import ResponsesBody
 from controlplane.inference.responses.translation import chat_body, in_our_words
 from controlplane.inference.schemas import ChatBody, CompletionBody
-from controlplane.inference.service import Generation
+from controlplane.inference.service import Generation, SubmittedBody
+from controlplane.inference.vectors import EmbeddingsBody
 from controlplane.tenancy.public_ids import public_id
 from controlplane.tenancy.scoping import new_id, tenant_scope
 
@@ -24,9 +25,10 @@ MAX_RAW_LINES = 4 * MAX_LINES
 MAX_LINE_BYTES = 8 * 1024**2 + 4096
 MAX_CUSTOM_ID = 512
 #: The address that the lines are for -> how its bodies are read.
-ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody] | type[ResponsesBody]] = {
+ENDPOINTS: dict[str, type[ChatBody | CompletionBody | EmbeddingsBody | ResponsesBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/responses": ResponsesBody,
 }
 
@@ -115,7 +117,7 @@ class Request:
     response  the body of a response, which `body` expresses as a chat
     """
 
-    body: ChatBody | CompletionBody
+    body: SubmittedBody
     response: ResponsesBody | None = None
 
     async def answer(self, generation: Generation) -> dict[str, Any]:

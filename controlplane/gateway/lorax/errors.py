@@ -57,6 +57,7 @@ _INCOMPLETE = {ErrorCode.WORKER_LOST}
 _PARAMS = {
     "model": "parameters.adapter_id",
     "prompt": "inputs",
+    "input": "inputs",
     "messages": "inputs",
     "messages.0.content": "inputs",
     "top_logprobs": "parameters.return_k_alternatives",

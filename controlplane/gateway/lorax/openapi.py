@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controlplane.gateway.lorax.schemas import GenerateBody
+from controlplane.gateway.lorax.schemas import ClassifyBody, GenerateBody
 from controlplane.gateway.openapi import SCHEMA_ERROR
 
 Json = dict[str, Any]
@@ -42,6 +42,14 @@ _ANSWER: Json = {
         "details": {"$ref": "#/components/schemas/LoraxDetails"},
     },
 }
+_LABELS: Json = {
+    "type": "array",
+    "description": "The likeliest first; of several texts, a list of such lists.",
+    "items": {
+        "type": ["object", "array"],
+        "properties": {"label": {"type": "string"}, "score": {"type": "number"}},
+    },
+}
 _ERROR: Json = {
     "type": "object",
     "required": ["error", "error_type"],
@@ -51,11 +59,14 @@ _ERROR: Json = {
 
 def schemas() -> Json:
     """Return the components, by name."""
-    body = GenerateBody.model_json_schema(ref_template="#/components/schemas/Lorax{model}")
-    parts = {f"Lorax{name}": part for name, part in body.pop("$defs", {}).items()}
+    parts: Json = {}
+    for kind in (GenerateBody, ClassifyBody):
+        body = kind.model_json_schema(ref_template="#/components/schemas/Lorax{model}")
+        parts |= {f"Lorax{name}": part for name, part in body.pop("$defs", {}).items()}
+        parts[f"Lorax{kind.__name__}"] = body
     return {
         **parts,
-        "LoraxGenerateBody": body,
+        "LoraxLabels": _LABELS,
         "LoraxToken": _TOKEN,
         "LoraxDetails": _DETAILS,
         "LoraxAnswer": _ANSWER,
@@ -74,6 +85,12 @@ def paths() -> Json:
         "/generate_stream": {
             "post": _post("generate_stream", "Continue a text, token by token.", events)
         },
+        **{
+            f"/{name}": {
+                "post": _post(name, "Classify texts.", _content("LoraxLabels"), "ClassifyBody")
+            }
+            for name in ("classify", "classify_batch")
+        },
         "/info": {"get": _operation("info", "The base model.", _content("LoraxInfo"))},
         "/health": {
             "get": {
@@ -84,8 +101,8 @@ def paths() -> Json:
     }
 
 
-def _post(name: str, description: str, content: Json) -> Json:
-    body = {"required": True, "content": _content("LoraxGenerateBody")}
+def _post(name: str, description: str, content: Json, kind: str = "GenerateBody") -> Json:
+    body = {"required": True, "content": _content(f"Lorax{kind}")}
     return {**_operation(name, description, content), "requestBody": body}
 
 

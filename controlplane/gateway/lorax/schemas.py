@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from contract.messages.sampling import MAX_ADAPTERS, MAX_STOPS, RANGES, WEIGHT
-from controlplane.inference.bodies import Body, refused
+from controlplane.inference.bodies import Body, FirstFault, refused
 from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.json_schema import checked_schema
 from controlplane.inference.schemas import (
@@ -135,6 +135,21 @@ class Parameters(Body):
             return False
         is_warped = self.temperature not in (None, 1.0) or self.top_k or self.top_p
         return self.do_sample or bool(is_warped)
+
+
+class ClassifyParameters(Body):
+    """The `parameters` of a request for labels: what answers it."""
+
+    adapter_id: Annotated[str | None, Field(max_length=200)] = None
+    adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
+    api_token: Annotated[str | None, Field(max_length=1000)] = None
+
+
+class ClassifyBody(Body):
+    """POST /classify and /classify_batch."""
+
+    inputs: str | Annotated[list[str], FirstFault]
+    parameters: ClassifyParameters = ClassifyParameters()
 
 
 class GenerateBody(Body):

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from contract.messages.protocol import GenerateJob
 from controlplane.errors import ApiError, InvalidRequest
-from controlplane.gateway.lorax.schemas import GenerateBody, Parameters
+from controlplane.gateway.lorax.schemas import ClassifyBody, GenerateBody, Parameters
 from controlplane.inference.bodies import FirstFault
 from controlplane.inference.constraints import ResponseFormat
 from controlplane.inference.messages import Message
@@ -21,6 +21,7 @@ from controlplane.inference.schemas import (
     AdapterPart,
     ChatBody,
 )
+from controlplane.inference.vectors import LabelsBody
 from controlplane.infra import finite_json
 
 #: How LoRAX says "no adapter".
@@ -73,6 +74,13 @@ def chat_body(body: GenerateBody, *, base_model: str, seed: int | None, stream: 
         **_named(parameters, base_model),
     }
     return make_body(ChatBody, **fields)
+
+
+def labels_body(body: ClassifyBody) -> LabelsBody:
+    """Return a request for labels as ours; without an adapter the base model is named."""
+    adapter_id = body.parameters.adapter_id
+    named = "" if adapter_id in (None, *NO_ADAPTER) else model_name(adapter_id or "")
+    return make_body(LabelsBody, model=named, input=body.inputs)
 
 
 def in_our_words(error: ApiError, parameters: Parameters) -> ApiError:

@@ -9,9 +9,9 @@ urlpatterns = [
     path("generate_stream", views.generate_stream),
     path("info", views.info),
     path("health", views.health),
-    path("embed", views.unsupported),
-    path("classify", views.unsupported),
-    path("classify_batch", views.unsupported),
+    path("embed", views.embed),
+    path("classify", views.classify),
+    path("classify_batch", views.classify),
     # vLLM's, which has them here; LoRAX's own /tokenize has another body.
     path("tokenize", tokenizing.tokenize),
     path("detokenize", tokenizing.detokenize),

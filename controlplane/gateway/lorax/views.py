@@ -18,7 +18,7 @@ from controlplane.gateway.event_stream import streamed
 from controlplane.gateway.lorax import translation
 from controlplane.gateway.lorax.answers import LoraxAnswer, sse
 from controlplane.gateway.lorax.errors import error_body, error_response
-from controlplane.gateway.lorax.schemas import MAX_BEST_OF, GenerateBody
+from controlplane.gateway.lorax.schemas import MAX_BEST_OF, ClassifyBody, GenerateBody
 from controlplane.gateway.lorax.timings import Timings, whole_headers
 from controlplane.inference import default_base
 from controlplane.inference.parsing import parse_body
@@ -97,10 +97,23 @@ async def health(request: GatewayRequest) -> HttpResponseBase:
     return JsonResponse({"error": "unhealthy", "error_type": "healthcheck"}, status=503)
 
 
+@_lorax_view
+async def classify(request: GatewayRequest) -> HttpResponseBase:
+    """Answer with the labels' scores of one text, or with a list of them for each of several."""
+    body = await request.parse(lambda sent: parse_body(ClassifyBody, sent))
+    endpoint = f"/{request.http.path.lstrip('/')}"
+    generation = await request.admit(translation.labels_body(body), endpoint=endpoint)
+    try:
+        labels = (await generation.whole())["labels"]
+    finally:
+        generation.leave()
+    return JsonResponse(labels[0] if isinstance(body.inputs, str) else labels, safe=False)
+
+
 @gateway_view({"POST": Permission.INFER}, errors=error_response)
-async def unsupported(request: GatewayRequest) -> HttpResponseBase:
-    """Refuse /embed, /classify and the like: the models here generate text."""
-    raise InvalidRequest(f"{request.http.path} is not supported: the models here generate text.")
+async def embed(request: GatewayRequest) -> HttpResponseBase:
+    """Refuse LoRAX's own embeddings."""
+    raise InvalidRequest("/embed is not supported: send the text to /v1/embeddings.")
 
 
 async def _body(request: GatewayRequest) -> GenerateBody:

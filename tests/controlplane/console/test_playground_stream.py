@@ -71,6 +71,11 @@ class Person:
         given = {"Content-Type": "application/json", "X-CSRFToken": self.token, **headers}
         return self.http.post(RUN, content=body, headers=given)
 
+    def compare(self, texts: list[str], model: str = "acme-adapter") -> httpx.Response:
+        headers = {"X-CSRFToken": self.token}
+        body = {"model": model, "input": texts}
+        return self.http.post("/console/playground/vectors", json=body, headers=headers)
+
     @contextlib.contextmanager
     def streaming(self, body: dict[str, Any]) -> Iterator[httpx.Response]:
         headers = {"X-CSRFToken": self.token}
@@ -181,6 +186,19 @@ class TestStream:
             409, "invalid_request_error", "adapter_incompatible",
         )  # fmt: skip
         assert refusal(developer.send(asks(model="acme-adapter@9")))[0] == 404
+
+
+class TestVectors:
+    def test_two_texts_are_compared(self, developer: Person) -> None:
+        told = developer.compare(["a text", "another"]).json()
+        assert told["vectors"] == [[1.0, *[0.0] * 7]] * 2  # as the echoing engine has it
+        assert (told["dimensions"], told["similarity"], told["labels"]) == (32, 1.0, None)
+        assert told["prompt_tokens"] > 2
+        assert developer.compare(["a text"]).json()["similarity"] is None
+
+    def test_what_it_refuses(self, console: Console, developer: Person) -> None:
+        assert developer.compare(["a", "b", "c"]).status_code == 400
+        assert developer.compare(["a"], model="globex-adapter").status_code == 404
 
 
 class TestWho:

@@ -57,6 +57,7 @@ PAGES: dict[str, Permission | None] = {
     "settings": Permission.READ,
     "playground": Permission.INFER,
     "playground_run": Permission.INFER,
+    "playground_vectors": Permission.INFER,
     "upload": Permission.ADAPTERS_WRITE,
     "import": Permission.ADAPTERS_WRITE,
     "start_upload": Permission.ADAPTERS_WRITE,

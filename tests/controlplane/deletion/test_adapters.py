@@ -12,8 +12,8 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from contract.adapters.deleted import gone_key
 from contract.messages import protocol
+from contract.queue.deleted_adapters import gone_key
 from controlplane.adapters import deletion, services, tasks
 from controlplane.adapters.models import Adapter, AdapterVersion, BaseModel, DeletedVersion
 from controlplane.adapters.resolution import model_resolve

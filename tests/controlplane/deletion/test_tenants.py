@@ -16,9 +16,9 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
 
-from contract.adapters.deleted import gone_key
 from contract.messages import protocol
 from contract.queue import fair_queue
+from contract.queue.deleted_adapters import gone_key
 from controlplane.adapters import services as adapters
 from controlplane.adapters import uploads
 from controlplane.adapters.models import AdapterVersion, BaseModel, DeletedVersion, VersionImport

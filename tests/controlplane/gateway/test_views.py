@@ -367,7 +367,7 @@ def test_the_bytes_of_a_stream(gateway: Gateway) -> None:
 
 
 def test_other_addresses_and_methods(gateway: Gateway) -> None:
-    response = httpx.get(f"{gateway.url}/v1/embeddings")
+    response = httpx.get(f"{gateway.url}/v1/moderations")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
     response = httpx.get(f"{gateway.url}/v1/chat/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")

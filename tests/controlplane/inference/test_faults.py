@@ -131,7 +131,7 @@ def test_a_chats_fault_is_said(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (BatchBody, {"endpoint": "/v1/embeddings"}, "'endpoint': must be one of /v1/chat/comp"),
+        (BatchBody, {"endpoint": "/v1/moderations"}, "'endpoint': must be one of /v1/chat/comp"),
         (UploadBody, {"purpose": "x"}, "'purpose': must be one of fine-tune, batch,"),
         (
             FineTuningJobBody,

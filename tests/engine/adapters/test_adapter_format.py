@@ -95,7 +95,7 @@ def test_the_default_config_of_peft_is_accepted() -> None:
         ("init_lora_weights", ["gaussian"]),
         ("some_field_of_tomorrow", 1),
         ("peft_type", "IA3"),
-        ("task_type", "SEQ_CLS"),
+        ("task_type", "TOKEN_CLS"),
         ("r", 0),
         ("r", 257),
         ("r", True),

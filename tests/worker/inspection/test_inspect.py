@@ -43,6 +43,18 @@ def run(folder: Path, base: Path, adapter: Path, **job: Any) -> subprocess.Compl
     )
 
 
+def test_a_classifier_is_compared_under_the_bases_head(base: Path, tmp_path: Path) -> None:
+    from tests.engine.classifiers import save_classifier
+
+    adapter = save_classifier(base, tmp_path / "adapter", 3, labels=("a", "b", "c"))
+    done = run(tmp_path, base, adapter)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "error" not in report["reference"] and "error" not in report["doctor"], report
+    [first, *_] = report["reference"]["prompts"]
+    assert first["adapter"]["logprobs"] != first["base"]["logprobs"]
+
+
 @pytest.mark.parametrize("rank", [1, 3, 8, 80])
 def test_singular_values_are_those_of_the_whole_matrix(rank: int) -> None:
     """Against numpy's SVD of [out, in], which `factors` never makes."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from contract.messages.pooling import unpack
 from contract.messages.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
@@ -450,6 +451,24 @@ def test_token_ids_that_pile_up_end_their_request(
     request.feed(RequestOutput(request_id="r", token_ids=[5] * 4), 101.0)
     event = news_of(request).event
     assert (event.error_code, event.error_param) == ("invalid_request", "return_token_ids")
+
+
+def test_vectors_are_sent_once_and_bounded(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(codec, stream=False)
+    ended: Any = {"finish_reason": FinishReason.STOP, "num_prompt_tokens": 3}
+    request.feed(RequestOutput(request_id="r", vector=[1.0, 0.5], **ended), 101.0)
+    event = news_of(request).event
+    assert event.vector is not None and unpack(event.vector) == [1.0, 0.5]
+    assert event.usage is not None
+    assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (3, 0)
+    assert done_of(request).first_token_ms is None
+    monkeypatch.setattr(active_request, "MAX_NUMBERS", 3)
+    request = make_request(codec, stream=False)
+    request.feed(RequestOutput(request_id="r", vector=[1.0] * 4, **ended), 101.0)
+    event = news_of(request).event
+    assert (event.error_code, event.error_param) == ("invalid_request", "text")
 
 
 # --- thoughts

@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from contract.adapters.deleted import ADAPTER_AGE_S
 from contract.messages.protocol import AdapterRef, adapter_digest
+from contract.queue.deleted_adapters import ADAPTER_AGE_S
 from worker.serving.adapter_cache import AdapterCache
 
 CONFIG, TENSORS = {"r": 4}, b"tensors"

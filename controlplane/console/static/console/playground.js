@@ -2,6 +2,7 @@
 
 import { Column } from "./playground/column.js";
 import { schemaIn, watchSchema } from "./playground/schema.js";
+import { watchVectors } from "./playground/vectors.js";
 
 const form = document.querySelector("[data-playground]");
 const start = JSON.parse(document.querySelector("#playground-start").textContent);
@@ -111,3 +112,4 @@ for (const [name, value] of Object.entries(start.parameters)) form.elements[name
 for (const parts of start.columns) addColumn(parts);
 if (!columns.length) addColumn([{ name: "", weight: 1 }]);
 watchSchema(form, page.token);
+watchVectors(page.token);

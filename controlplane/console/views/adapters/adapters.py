@@ -191,6 +191,7 @@ _FACTS = {
     "target_modules": "Adapted layers",
     "num_parameters": "Parameters",
     "dtypes": "Data type",
+    "labels": "Labels of the classifier",
     "peft_version": "Saved by PEFT",
     "claimed_base": "Base model by its config",
 }
