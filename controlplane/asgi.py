@@ -1,8 +1,8 @@
 """The ASGI application of the web process; it streams, so there is no WSGI one.
 
 /static/   files, before anything of Django's
-/v1/       the gateway, without middleware, and LoRAX's addresses; files that come are streamed
-           past Django
+/v1/       the gateway, without middleware, and LoRAX's and Tinker's addresses; files that come are
+           streamed past Django
 the rest   Django as usual
 """
 
@@ -27,7 +27,7 @@ from controlplane.errors import ApiError, UnsupportedMediaType  # noqa: E402
 from controlplane.gateway import cross_origin, last_uses  # noqa: E402
 from controlplane.gateway.asgi import MAX_BODY_BYTES, GatewayHandler  # noqa: E402
 from controlplane.gateway.body_limit import BodyLimit, Receive, Send, send_error  # noqa: E402
-from controlplane.gateway.door import is_known  # noqa: E402
+from controlplane.gateway.door import TINKER, is_known  # noqa: E402
 from controlplane.gateway.files import receiver  # noqa: E402
 from controlplane.gateway.gzip_answers import GzipHandler  # noqa: E402
 from controlplane.gateway.lorax.urls import PATHS as LORAX_PATHS  # noqa: E402
@@ -96,7 +96,7 @@ def _is_gateways(scope: dict[str, Any]) -> bool:
     path: str = scope["path"]
     if path == "/":
         return bool(scope["method"] == "POST")  # lorax-client's
-    return path.startswith("/v1/") or path in LORAX_PATHS
+    return path.startswith(("/v1/", TINKER)) or path in LORAX_PATHS
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

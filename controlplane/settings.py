@@ -83,6 +83,7 @@ INSTALLED_APPS = [
     "controlplane.queue",
     "controlplane.usage.limits",
     "controlplane.training",
+    "controlplane.training.primitives",
     "controlplane.evaluations.inspections",
     "controlplane.evaluations",
     "controlplane.evaluations.morning",
@@ -351,6 +352,7 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_TASK_ROUTES = {
     "controlplane.adapters.tasks.*": {"queue": "ingest"},
     "controlplane.training.tasks.training_run_execute": {"queue": "train"},
+    "controlplane.training.primitives.tasks.clients_train": {"queue": "train"},
     "controlplane.training.tasks.dataset_report": {"queue": "inspect"},
     "controlplane.training.tasks.dataset_pulls_run": {"queue": "ingest"},
     "controlplane.evaluations.inspections.tasks.adapter_inspect": {"queue": "inspect"},

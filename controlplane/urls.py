@@ -26,6 +26,7 @@ urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
     path("v1/", include("controlplane.gateway.urls")),
+    path("tinker/api/v1/", include("controlplane.gateway.tinker.urls")),
     path("console/", include("controlplane.console.signin.urls")),
     path("console/", include("controlplane.console.urls")),
     path("admin/", admin.site.urls),

@@ -34,7 +34,7 @@ LATER = ("asgi", "beat", "celery", "serve", "settings", "urls")
 #: Those that tests start by `-m`.
 MODULES = ("controlplane.serve", "tests.live_adapter", "tests.live_seed", "tests.live_warmth")
 #: Programs that train, which tests start by `-m`.
-TRAINERS = ("worker.train",)
+TRAINERS = ("worker.train", "worker.primitives")
 #: The worker with an echoing engine. The real one starts as it does for users.
 WORKER = "tests.fake_worker"
 SETTINGS = "DJANGO_SETTINGS_MODULE"

@@ -199,6 +199,7 @@ class GenerateJob(Message):
     # with logprobs: TokenEvent.logprobs have more fields for each token
     token_details: bool = False
     with_counts: bool = False  # streams only: each event has `TokenEvent.so_far`
+    with_end: bool = False  # logprobs have the token that ended an answer, too
     with_token_ids: bool = False  # events have the ids of the prompt and of their tokens
     store: bool | None = None  # True: its texts may be logged; None: the tenant's setting decides
     is_batch: bool = False  # served after interactive requests

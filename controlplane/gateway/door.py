@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 #: The version of OpenAI's API that answers follow.
 OPENAI_VERSION = "2020-10-01"
 
+#: The beginning of the addresses of Tinker's client.
+TINKER = "/tinker/"
+
 #: A shorter body takes a few milliseconds at most to parse, whatever is in it.
 LONG_BODY_BYTES = 16 * 1024
 
@@ -229,5 +232,12 @@ async def is_known(scope: dict[str, Any]) -> bool:
 
 
 def _credentials(request: HttpRequest) -> tuple[str | None, str]:
-    """Return the Authorization header and the client's address."""
-    return request.headers.get("Authorization"), request.META.get("REMOTE_ADDR") or ""
+    """Return the Authorization header and the client's address.
+
+    Tinker's client has another header, and wants a prefix before the key.
+    """
+    header = request.headers.get("Authorization")
+    key = request.headers.get("X-API-Key")
+    if key is not None and request.path.startswith(TINKER):
+        header = f"Bearer {key.removeprefix('tml-')}"
+    return header, request.META.get("REMOTE_ADDR") or ""

@@ -107,6 +107,14 @@ TRAINERS_LOST = Counter("lorikeet_trainers_lost", "Training runs queued again: t
 TRAINING_STATES = Counter(
     "lorikeet_training_states", "States of training runs sent to the store.", ("result",)
 )
+TRAINING_CALLS = Counter(
+    "lorikeet_training_calls", "Calls of training clients that were done.", ("kind", "result")
+)
+TRAINING_CLIENT_STATES = Counter(
+    "lorikeet_training_client_states",
+    "States of idle training clients that left a trainer's memory, or came back.",
+    ("way",),
+)
 TRAINING_MESSAGES = Counter(
     "lorikeet_training_messages", "Messages that this process sent to the trainers."
 )
@@ -126,6 +134,7 @@ for _counter, _values in (
     (WEBHOOK_ATTEMPTS, ("succeeded", "failed")),
     (EVENT_MAILS, ("sent", "failed", "dropped")),
     (TRAINING_STATES, ("stored", "failed")),
+    (TRAINING_CLIENT_STATES, ("stored", "fetched")),
     (TRAINING_ENDED, ("succeeded", "failed", "cancelled")),
     (SCHEDULE_SLOTS, ("ran", "skipped", "missed", "succeeded", "failed")),
     (EVALUATIONS_ENDED, ("succeeded", "failed")),
@@ -138,7 +147,7 @@ for _counter, _values in (
         _counter.labels(_value)
 
 #: The first parts of addresses -> the surface that they are counted under.
-_SURFACES = {"v1": "gateway", "api": "management", "ops": "operators"}
+_SURFACES = {"v1": "gateway", "tinker": "gateway", "api": "management", "ops": "operators"}
 _SURFACES |= {name: name for name in ("console", "admin", "static")}
 #: Largest number of reasons: a bound, if one is ever made from a client's text.
 _MAX_REASONS = 64

@@ -8,6 +8,7 @@ from celery import shared_task
 from controlplane.infra.health.liveness import show_alive
 from controlplane.training.datasets import contents, pulls, reports, sources
 from controlplane.training.datasets.reports import REPORT_TASK
+from controlplane.training.primitives import states as client_states
 from controlplane.training.runs import events, execution, lost_runs
 from controlplane.training.runs.kept import saved_states
 from controlplane.training.runs.sending import EXECUTE_TASK
@@ -43,6 +44,7 @@ def datasets_sweep() -> None:
     events.events_sweep()
     history.history_sweep()
     reports.reports_sweep()
+    client_states.sweep()
 
 
 @shared_task(name=sources.PULL_TASK)

@@ -168,8 +168,8 @@ class Choice:
             self.finish_reason = FinishReason.STOP
             return
         self.generated = max(self.generated, output.num_generated)
-        if output.end_logprob is not None and self._job.echo:
-            # A client that scores an echo expects one entry for each generated token.
+        if output.end_logprob is not None and (self._job.echo or self._job.with_end):
+            # Who scores an echo, or trains on samples, wants an entry for each generated token.
             self._logprobs.append(self._logprob(output.end_logprob, self._read.is_first))
         if output.finish_reason is not None:
             self._think(self._thought_text.finish())

@@ -31,8 +31,8 @@ from worker.training.rewards.sampler import Sampler
 
 # On a GPU a micro-batch fills the card. On a CPU it gains nothing from more tokens, so that runs
 # take turns, and each gives the same bytes whoever else takes part.
-_TOKENS = {"cpu": 1024, "cuda": 16_384}
-_RUNS = {"cpu": 8, "cuda": 64}
+TOKENS = {"cpu": 1024, "cuda": 16_384}
+RUNS = {"cpu": 8, "cuda": 64}
 
 
 def load_codec(folder: Path) -> TextCodec:
@@ -92,7 +92,7 @@ def open_base(
     dtype = torch.float32 if samples and kind == "cpu" else device.training_dtype()
     config = ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, kind, dtype)
-    budget, most = token_budget or _TOKENS[kind], max_runs or _RUNS[kind]
+    budget, most = token_budget or TOKENS[kind], max_runs or RUNS[kind]
     runs = most if may_join else min(most, len(jobs))
     sampler = Sampler(folder, config, weights, dtype) if samples else None
     sizes = [elements_of(config, settings_of(named.job.hyperparameters)) for named in jobs]

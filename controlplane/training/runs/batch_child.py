@@ -48,7 +48,7 @@ _WRONG_JOB = 2
 #: Its exit code where no room is left on the disk.
 DISK_FULL = 4
 #: Settings of torch's allocator, which grows segments, because memory of a GPU is short.
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 class BatchChild:
@@ -70,7 +70,7 @@ class BatchChild:
         max_runs: int | None = None,
     ) -> None:
         self._stderr = folder / "stderr.log"
-        self._environment = {**_ALLOCATOR, **environment}
+        self._environment = {**ALLOCATOR, **environment}
         self._worker, self._max_runs = worker, max_runs
         self._missing = num_runs
         self._num_given = 0  # number of runs given to the child

@@ -34,7 +34,7 @@ MAX_WAITING = 64
 def run_send(run: TrainingRun) -> None:
     """Send a message for a queued run, unless enough wait. If that fails, a later tick does it."""
     try:
-        if _num_waiting() < MAX_WAITING:
+        if num_waiting() < MAX_WAITING:
             _send(run)
     except (OperationalError, RedisError):
         log.warning("a training run could not be sent for yet", extra={"run_id": str(run.pk)})
@@ -45,7 +45,7 @@ def runs_send() -> None:
     try:
         with all_tenants(reason="the runs to send for are of all tenants"):
             runs = picking.some_that_may_begin(MAX_WAITING)
-        for run in runs[_num_waiting() :]:
+        for run in runs[num_waiting() :]:
             _send(run)
     except (OperationalError, RedisError) as error:
         log.warning("training runs could not be sent for yet: %r", error)
@@ -56,7 +56,8 @@ def _send(run: TrainingRun) -> None:
     TRAINING_MESSAGES.inc()
 
 
-def _num_waiting() -> int:
+def num_waiting() -> int:
+    """Return the number of messages in the queue. Raises RedisError."""
     return int(_broker(settings.CELERY_BROKER_URL).llen(QUEUE))
 
 

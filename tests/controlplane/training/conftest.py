@@ -17,6 +17,7 @@ from controlplane.tenancy.scoping import tenant_scope
 from controlplane.training.datasets import reports
 from controlplane.training.datasets import services as dataset_services
 from controlplane.training.models import Dataset
+from controlplane.training.primitives import child
 from controlplane.training.runs import batch_child
 from tests.controlplane.conftest import Party
 from tests.controlplane.training import quick_trainer
@@ -49,7 +50,7 @@ def base_models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def use_python(python: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run this program where code of ours starts a trainer with its own Python."""
-    for module in (batch_child, reports):
+    for module in (batch_child, child, reports):
         monkeypatch.setattr(module, "sys", SimpleNamespace(executable=str(python)))
 
 

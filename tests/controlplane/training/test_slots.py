@@ -383,7 +383,7 @@ def test_a_tick_that_dies_before_it_sends_the_run_makes_no_second(
     run = TrainingRun.objects.get()
     assert (run.status, ScheduleRun.objects.get().training_run) == ("queued", run)
     sent: list[TrainingRun] = []
-    monkeypatch.setattr(sending, "_num_waiting", lambda: 0)
+    monkeypatch.setattr(sending, "num_waiting", lambda: 0)
     monkeypatch.setattr(sending, "_send", sent.append)
     sending.runs_send()  # as the next tick does
     assert sent == [run]
