@@ -379,7 +379,7 @@ class Engine:
         launched = self._in_flight
         must_end = self._requests.has_pending or launched is None or not launched.can_go_on
         if launched is not None and not must_end and not self._speculation.waits(launched.step):
-            launched.append_placeholders(self._scheduler.commit)
+            launched.append_placeholders(self._scheduler.tables.commit)
             return []
         self._in_flight = None
         return self._commit(launched, now) + self._requests.finish_pending()
@@ -409,7 +409,7 @@ class Engine:
             return []
         self._deadlines.pace.start(now, launched.step.num_tokens)
         sampling = launched.step.sampling
-        sampled = list(map(checked, sampling, launched.read()))
+        sampled = checked(sampling, launched.read())
         launched.remove_placeholders()
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
@@ -424,7 +424,7 @@ class Engine:
         outputs: dict[Sequence, RequestOutput] = {}
         self._take(outputs, sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
-            self._take(outputs, sequences, list(map(checked, sequences, tokens)))
+            self._take(outputs, sequences, checked(sequences, tokens))
         for sequence, output in outputs.items():
             sequence.count(output)
         dropped = None

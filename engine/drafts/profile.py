@@ -100,9 +100,11 @@ class Profile:
 
     def rate(self, kind: Kind) -> float:
         """Return the chance that a draft of this kind is right, if those before it are."""
-        priors = _HEAD_PRIORS if kind.source is Source.HEADS else _LOOKUP_PRIORS
-        prior = _PRIORS.get(kind.source, priors[kind.agreeing])
-        return self._rates.get(kind, prior)
+        rate = self._rates.get(kind)
+        if rate is None:
+            priors = _HEAD_PRIORS if kind.source is Source.HEADS else _LOOKUP_PRIORS
+            rate = _PRIORS.get(kind.source, priors[kind.agreeing])
+        return rate
 
     def probes(self, kind: Kind) -> bool:
         """Return whether a draft that does not seem to pay is tried this time."""
@@ -110,7 +112,9 @@ class Profile:
         return count % _PROBE_EVERY == 0
 
     def note(self, kind: Kind, is_right: bool) -> None:
-        """Note the outcome of a draft that was verified."""
+        """Note the outcome of a draft that was verified; those that are forced are always right."""
+        if kind.source is Source.FORCED:
+            return
         self._counts[kind] = count = self._counts.get(kind, 0) + 1
         rate = self.rate(kind)
         self._rates[kind] = rate + (is_right - rate) * max(_SLOWEST, 1.0 / (1 + count))

@@ -25,7 +25,7 @@ from engine.drafts.answers import AnswerMemories
 from engine.drafts.costs import CPU, GPU
 from engine.drafts.heads import HeadDrafts
 from engine.drafts.profile import Place, Profile, Profiles, Source
-from engine.drafts.proposer import CHOICE, Known, Proposal, propose
+from engine.drafts.proposer import CHOICE, FORCED, Known, Proposal, propose
 from engine.execution.in_flight import InFlightStep
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
@@ -126,9 +126,11 @@ class Speculation:
             if sequence.has_left or sequence in skipped or not sequence.request.speculation:
                 continue
             matcher = self._grammars.matcher(sequence)
-            if matcher is not None and (most := self._most_useful(sequence)) > 0:
+            if matcher is None or (few := matcher.few) is None:
+                continue
+            if (most := self._most_useful(sequence)) > 0:
                 profile = (sequence.drafting or self._known(sequence)).profile
-                candidates.append(Candidate(sequence, matcher, profile, most))
+                candidates.append(Candidate(sequence, matcher, few, profile, most))
         num_sampling = len(in_flight.sampling)
         row = self.costs.least_chance(num_sampling, num_sampling, 0)
         for sequence, proposal in propose_ahead(candidates, self._grammars.compute_masks, row):
@@ -293,16 +295,17 @@ class Speculation:
             is_right = guess is None or token_ids[proposal.first - 1 : proposal.first] == [guess]
             if is_right:
                 proposal.learn(found)
-            num_right = num_unwaited = 0
-            for i, draft in enumerate(proposal.tokens[: proposal.num_drafts]):
-                is_right = is_right and i < len(found) and found[i] == draft
-                source = proposal.kinds[i].source
-                self._counts[source].add(is_accepted=is_right)
+            num_right = 0
+            for kind, draft in zip(
+                proposal.kinds[: proposal.num_drafts], proposal.tokens, strict=False
+            ):
+                is_right = is_right and num_right < len(found) and found[num_right] == draft
+                self._counts[kind.source].add(is_accepted=is_right)
                 num_right += is_right
-                num_unwaited += is_right and source in (Source.FORCED, Source.CHOICE)
             if not proposal.is_ahead:
                 # Forced text and choices need no waiting: without it they only take one step more.
-                proposal.profile.note_gain(num_right - max(0, num_unwaited - 1))
+                unwaited = sum(kind in (FORCED, CHOICE) for kind in proposal.kinds[:num_right])
+                proposal.profile.note_gain(num_right - max(0, unwaited - 1))
         if self._choices:
             self._choices = [choice for choice in self._choices if not choice.learn()]
 

@@ -36,7 +36,7 @@ from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
-from engine.sequence import Step
+from engine.sequence import Row, Step
 from engine.stats import Precision
 from kernels.attention_cpu import CpuAttention
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
@@ -162,10 +162,11 @@ class ModelRunner:
             assert gpu is not None and step.new_pages is not None
             masks = processor.masks(step.sampling)
             return _chosen_on_device(step, gpu.replay(step.new_pages, masks), masks)
-        step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
+        rows = [row for row in step.rows if row.samples]
+        step.sampling = sampling = [row.sequence for row in rows]
         is_free = batch.scores is None and processor.needs_logits_alone(sampling)
         if step.has_drafts or batch.states is not None:
-            return self._launch_drafted(step, batch, processor, is_free)
+            return self._launch_drafted(step, rows, batch, processor, is_free)
         if gpu is not None and is_free:
             masks = processor.masks(sampling)
             tokens = gpu.start(batch, processor.draw(sampling), masks)
@@ -175,17 +176,17 @@ class ModelRunner:
         return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
 
     def _launch_drafted(
-        self, step: Step, batch: Batch, processor: LogitsProcessor, is_free: bool
+        self, step: Step, rows: list[Row], batch: Batch, processor: LogitsProcessor, is_free: bool
     ) -> InFlightStep:
+        """As `launch`, for a step with drafts; `rows` are those that sample."""
         tokens = None
         if self._gpu is not None and is_free:
-            rows = [row for row in step.rows if row.samples]
             masks = processor.draft_masks(rows)
             tokens = self._gpu.start(batch, processor.draw_drafted(rows), masks)
             choose = on_device(_read(tokens, masks))
         else:
             choose = on_host(self.run(batch), processor)
-        drafted = Verification(step.rows, choose, processor, batch.states)
+        drafted = Verification(rows, choose, processor, batch.states)
         return InFlightStep(
             step=step,
             read=drafted.read,

@@ -30,9 +30,9 @@ def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> froze
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
     """Return whether the newest token is the last one by the limits, whatever token it is."""
-    most = sequence.request.sampling.max_tokens
-    is_last = most is not None and sequence.num_generated >= most
-    return is_last or sequence.num_tokens >= context_limit
+    # Asked of every token, so without helpers.
+    most, count = sequence.request.sampling.max_tokens, len(sequence.token_ids)
+    return count >= context_limit or (most is not None and count - sequence.num_prompt >= most)
 
 
 def check_stop(
