@@ -134,7 +134,8 @@ class Engine:
 
     def _make_speculation(self, config: EngineConfig) -> Speculation:
         heads, limit = HeadDrafts(self._runner.draft_heads, self._store.tiles), self._context_limit
-        return Speculation(config, self._scheduler.tables, self._grammars, limit, heads)
+        tables, times = self._scheduler.tables, self._runner.step_times
+        return Speculation(config, tables, self._grammars, limit, heads, times)
 
     # Adapters
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.drafts.ahead import MAX_DRAFTS, Candidate, propose_ahead
 from engine.drafts.answers import AnswerMemories
-from engine.drafts.costs import CPU, GPU
+from engine.drafts.costs import CPU, GPU, StepTimes
 from engine.drafts.heads import HeadDrafts
 from engine.drafts.profile import Place, Profile, Profiles, Source
 from engine.drafts.proposer import CHOICE, FORCED, Known, Proposal, propose
@@ -67,6 +67,7 @@ class Speculation:
 
     context_limit  tokens that a sequence may have
     heads          those of adapters
+    step_times     of a GPU's steps by their rows; empty: not measured
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class Speculation:
         grammars: Grammars,
         context_limit: int,
         heads: HeadDrafts,
+        step_times: StepTimes = (),
     ) -> None:
         self._heads = heads
         self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
         self._is_on = config.speculation
         self.costs = CPU
         if config.runs_triton:
-            self.costs = replace(GPU, max_rows=config.max_drafted_rows or 0)
+            own = GPU.measured(step_times)
+            self.costs = replace(own, max_rows=config.max_drafted_rows or 0)
         self._num_unwaited = 0
         self._profiles, self._answers = Profiles(), AnswerMemories()
         self._remembered: dict[Sequence, None] = {}  # those that run

@@ -57,6 +57,7 @@ class ModelRunner:
 
     precision      of the weights, keys and values, and what it changes
     entry_buffers  where the adapters' table stays from one step to the next
+    step_times     milliseconds of a GPU's steps by their rows, for drafts; empty: not measured
     draft_heads    None: those of adapters are not used, as without speculation
     weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
@@ -69,6 +70,7 @@ class ModelRunner:
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: CpuAttention | None = None
         self.draft_heads: DraftHeads | None = None
+        self.step_times: tuple[tuple[int, float], ...] = ()
         try:
             self._set_up(config, model, weights)
         except torch.OutOfMemoryError as error:
@@ -79,6 +81,8 @@ class ModelRunner:
         if config.speculation:
             owner = self._decoder if self._gpu is None else self._gpu
             self.draft_heads = DraftHeads(self.arena, owner.head_logits)
+            if self._gpu is not None:
+                self.step_times = self._gpu.time_steps()
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         config.check_model(model)
