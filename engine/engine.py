@@ -443,6 +443,7 @@ class Engine:
         void: Collection[Sequence] = (),
     ) -> None:
         """Append one token to each sequence that is not `void`, and to its output of this step."""
+        accept, limit = self._requests.accept, self._context_limit
         for sequence, token in zip(sequences, tokens, strict=True):
             # It has ended in the step before, when this one was in flight.
             if sequence.has_ended or sequence in void:
@@ -458,7 +459,7 @@ class Engine:
             else:
                 sequence.token_ids.append(token.token_id)
                 self._num_generated += 1
-                self._requests.accept(sequence, token, self._context_limit, output)
+                accept(sequence, token, limit, output)
 
     def _wait(self) -> None:
         """Sleep briefly, as nothing can run until a thread has finished."""

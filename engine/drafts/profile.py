@@ -38,6 +38,10 @@ class Source(enum.StrEnum):
     __hash__ = str.__hash__  # an enum's own is Python, and kinds are looked up for every draft
 
 
+#: Names of sources: an enum's `value` is two calls of Python.
+NAMES = {source: str(source.value) for source in Source}
+
+
 class Kind(NamedTuple):
     """Drafts that are about equally likely to be right.
 
@@ -112,9 +116,7 @@ class Profile:
         return count % _PROBE_EVERY == 0
 
     def note(self, kind: Kind, is_right: bool) -> None:
-        """Note the outcome of a draft that was verified; those that are forced are always right."""
-        if kind.source is Source.FORCED:
-            return
+        """Note the outcome of a draft that was verified."""
         self._counts[kind] = count = self._counts.get(kind, 0) + 1
         rate = self.rate(kind)
         self._rates[kind] = rate + (is_right - rate) * max(_SLOWEST, 1.0 / (1 + count))

@@ -24,7 +24,7 @@ from engine.drafts.ahead import MAX_DRAFTS, Candidate, propose_ahead
 from engine.drafts.answers import AnswerMemories
 from engine.drafts.costs import CPU, GPU, StepTimes
 from engine.drafts.heads import HeadDrafts
-from engine.drafts.profile import Place, Profile, Profiles, Source
+from engine.drafts.profile import NAMES, Place, Profile, Profiles, Source
 from engine.drafts.proposer import CHOICE, FORCED, Known, Proposal, propose
 from engine.execution.in_flight import InFlightStep
 from engine.sampling.grammar import Grammars
@@ -200,12 +200,15 @@ class Speculation:
         step.proposals.append((row, proposal))
         num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
         row.drafts = tuple(proposal.tokens[:num])
-        row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
-        needs_logits = row.sequence.request.sampling.logprobs is not None
-        certain = [kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds]
+        kinds = proposal.kinds[:num]
+        row.sources = tuple([NAMES[kind.source] for kind in kinds])
+        if row.sequence.request.sampling.logprobs is not None:
+            certain = [False] * num
+        else:
+            certain = [kind is FORCED for kind in kinds]
         if proposal.guess is not None:
-            certain[:1] = [False]  # if the guess is wrong, these logits give the next token
-        row.certain = tuple(certain[:num])
+            certain[:1] = [False] * min(num, 1)  # if the guess is wrong, these logits are needed
+        row.certain = tuple(certain)
         row.is_ahead = proposal.is_ahead
         row.num_sure = min(proposal.num_sure, num)
         proposal.num_drafts = num

@@ -178,7 +178,11 @@ class Matcher:
         raise self.error
 
     def _has_failed(self) -> bool:
-        if self.error is None and self.track.has_failed():
+        if self.error is not None:
+            return True
+        if not self.track.end.is_error():  # as nearly always
+            return False
+        if self.track.has_failed():
             reason = re.match(r"\w*", self.track.end.get_error())  # what follows quotes the answer
             self.error = GrammarFailed(reason[0] if reason else "")
         return self.error is not None

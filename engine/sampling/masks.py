@@ -28,20 +28,29 @@ _MAX_THREADS = 8
 class Mask:
     """The tokens that a grammar allows next.
 
-    words  [ceil(V / 32)] int32, one bit each; may be longer
-    few    those that are allowed; None if they are many, or none
+    words   [ceil(V / 32)] int32, one bit each; may be longer
+    filled  a bit for each word, as `_filled`
     """
 
-    __slots__ = ("few", "words")
+    __slots__ = ("_few", "_filled", "words")
 
-    def __init__(self, words: npt.NDArray[np.int32], few: tuple[int, ...] | None) -> None:
-        self.words, self.few = words, few
+    def __init__(self, words: npt.NDArray[np.int32], filled: bytes) -> None:
+        self.words, self._filled = words, filled
+        self._few: tuple[int, ...] | None = ()  # not looked for yet: only drafts ask
 
     @classmethod
     def of(cls, bits: bytes) -> Mask:
         """Make one of llguidance's bytes."""
         words = np.frombuffer(bits, dtype=np.int32)
-        return cls(words, few_of(words, _filled(words).tobytes()))
+        return cls(words, _filled(words).tobytes())
+
+    @property
+    def few(self) -> tuple[int, ...] | None:
+        """The tokens that are allowed; None if they are many, or none."""
+        few = self._few
+        if few == ():
+            few = self._few = few_of(self.words, self._filled)
+        return few
 
     def write(self, words: npt.NDArray[np.int32]) -> None:
         """Write it into `words` [ceil(V / 32)], which may be longer or shorter."""
@@ -168,7 +177,7 @@ class MaskThreads:
         width, bits = filled.shape[1], filled.tobytes()
         for i, matcher in enumerate(own):
             row = words[i].copy()
-            matcher.note_mask(Mask(row, few_of(row, bits[i * width : (i + 1) * width])))
+            matcher.note_mask(Mask(row, bits[i * width : (i + 1) * width]))
 
     def consume(self, tokens: list[tuple[Any, int]]) -> bool:
         """Let llguidance's matchers take one token each; return whether they have.
