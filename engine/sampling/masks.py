@@ -147,8 +147,9 @@ class MaskTree:
         return mask
 
     def put(self, place: int, mask: Mask) -> None:
+        if place in self._masks:
+            self._masks.move_to_end(place)
         self._masks[place] = mask
-        self._masks.move_to_end(place)
         if len(self._masks) > _MAX_MASKS:
             self._masks.popitem(last=False)
 
@@ -159,6 +160,8 @@ class MaskThreads:
     def __init__(self) -> None:
         self._num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
         self._executor: Any = None  # made with the first step that has use for it
+        # Kept: new memory of this size would be mapped, page by page, for every call.
+        self._words = np.empty((0, 0), np.int32)
 
     def compute(self, matchers: Iterable[Masked]) -> None:
         """Compute the masks that are not known yet, each place's once."""
@@ -166,7 +169,7 @@ class MaskThreads:
         if not self._has_use(len(missing)):
             return
         own = list(missing.values())
-        words = np.empty((len(own), own[0].tree.num_words), np.int32)
+        words = self._room_for(len(own), own[0].tree.num_words)
         self._executor.unsafe_compute_mask_ptr(
             [(matcher.inner, i) for i, matcher in enumerate(own)],
             words.ctypes.data,
@@ -178,6 +181,12 @@ class MaskThreads:
         for i, matcher in enumerate(own):
             row = words[i].copy()
             matcher.note_mask(Mask(row, bits[i * width : (i + 1) * width]))
+
+    def _room_for(self, count: int, num_words: int) -> npt.NDArray[np.int32]:
+        """Return room for masks; what it held before is lost."""
+        if self._words.shape[0] < count or self._words.shape[1] != num_words:
+            self._words = np.empty((count, num_words), np.int32)
+        return self._words[:count]
 
     def consume(self, tokens: list[tuple[Any, int]]) -> bool:
         """Let llguidance's matchers take one token each; return whether they have.
