@@ -42,7 +42,7 @@ class LookupIndex:
         self._num_indexed = max(self._num_indexed, end)
 
     def _index_many(self, token_ids: Sequence[int], first: int, end: int) -> None:
-        """Index tokens `first` to `end`, none of which is below 0, in one call for each length.
+        """Index tokens `first` to `end`, all 0 or more, in one call for each length.
 
         Six times as fast as one after the other: it may be a whole prompt, or what was generated
         since the last drafts, of all requests in one step.
