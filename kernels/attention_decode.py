@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import jit, next_power_of_2, tl
-from kernels.fp8 import Fp8Rows, scale_and_quantize
+from kernels.fp8 import Fp8Rows, quantize_finished
 from kernels.kv_pages import PageLayout
 
 # A part shorter than this costs more to combine than it saves (measured on an H200).
@@ -25,30 +25,6 @@ MIN_PART = 64
 def in_kv_type(q):
     """q as the type in which E4M3 keys are multiplied: to float16 a card converts in one step."""
     return q if q.dtype == tl.float32 else q.to(tl.float16)
-
-
-@jit()
-def quantize_finished(
-    x_row,
-    numbers_row,
-    scale_ptr,
-    fixed_ptr,
-    finished_ptr,
-    width,
-    K: tl.constexpr,
-    HAS_FIXED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count a finished head of a sequence; the last of its K heads quantises the row."""
-    tl.debug_barrier()  # all threads have stored their part before one thread counts it
-    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == K - 1:
-        columns = tl.arange(0, BLOCK)
-        mask = columns < width
-        x = tl.load(x_row + columns, mask=mask, other=0.0, cache_modifier=".cg")
-        numbers, scale = scale_and_quantize(x.to(tl.float32), fixed_ptr, HAS_FIXED)
-        tl.store(numbers_row + columns, numbers, mask=mask)
-        tl.store(scale_ptr, scale)
-        tl.store(finished_ptr, 0)  # for the next launch
 
 
 @jit("layer", "table_stride")

@@ -187,6 +187,30 @@ def scale_and_quantize(x, fixed_ptr, HAS_FIXED: tl.constexpr):
     return numbers.to(tl.float8e4nv), scale
 
 
+@jit()
+def quantize_finished(
+    x_row,
+    numbers_row,
+    scale_ptr,
+    fixed_ptr,
+    finished_ptr,
+    width,
+    K: tl.constexpr,
+    HAS_FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count a finished part of a row; the last of its K parts quantises the whole."""
+    tl.debug_barrier()  # all threads have stored their part before one thread counts it
+    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == K - 1:
+        columns = tl.arange(0, BLOCK)
+        mask = columns < width
+        x = tl.load(x_row + columns, mask=mask, other=0.0, cache_modifier=".cg")
+        numbers, scale = scale_and_quantize(x.to(tl.float32), fixed_ptr, HAS_FIXED)
+        tl.store(numbers_row + columns, numbers, mask=mask)
+        tl.store(scale_ptr, scale)
+        tl.store(finished_ptr, 0)  # for the next launch
+
+
 @jit("width")
 def _quantize_kernel(
     x_ptr, numbers_ptr, scale_ptr, fixed_ptr, width, HAS_FIXED: tl.constexpr, BLOCK: tl.constexpr

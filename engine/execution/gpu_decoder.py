@@ -59,6 +59,9 @@ GATE_UP = (Projection.GATE, Projection.UP)
 # Number of rows from which a pass is bound by its products, not by reading the weights.
 _LONG = 512
 
+# Number of rows up to which SiLU * mul in FP8 fills a GPU only if each row is cut into parts.
+_SHORT = 16
+
 # Number of rows from which gate, up and SiLU * mul are one launch, whose tiles are large.
 _FUSED = 2048
 
@@ -358,6 +361,9 @@ class GpuModel:
             batch, index, GATE_UP, x, weight, layer.gate_up_bias
         )
         if isinstance(layer.down, Fp8Matrix):
+            finished = None if batch.workspace is None else batch.workspace.finished
+            if finished is not None and x.num_rows > min(_SHORT, len(finished)):
+                finished = None
             return Activation(
                 *silu_mul_fp8_triton(
                     gate_up,
@@ -366,6 +372,7 @@ class GpuModel:
                     reader=layer.down,
                     is_plain=plan is not None,
                     is_gelu=is_gelu,
+                    finished=finished,
                 )
             )
         if scales is not None:

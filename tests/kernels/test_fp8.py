@@ -140,13 +140,21 @@ def test_silu_mul_of_a_product(
     if has_delta:
         full = full + delta.float()
     expected = silu_mul_ref(full).to(dtype)
-    out, rows = silu_mul_fp8_triton(
-        gate_up, delta if has_delta else None, scales, reader=reader, is_plain=is_plain
-    )
-    assert_same(rows, quantize_rows_ref(expected, fixed))
-    assert (out is not None) == is_plain
-    if out is not None:
-        assert_near(out, expected, dtype)
+    finished = torch.zeros(3, dtype=torch.int32, device=device)
+    for counters in (None, finished):
+        out, rows = silu_mul_fp8_triton(
+            gate_up,
+            delta if has_delta else None,
+            scales,
+            reader=reader,
+            is_plain=is_plain,
+            finished=counters,
+        )
+        assert_same(rows, quantize_rows_ref(expected, fixed))
+        assert (out is not None) == is_plain
+        if out is not None:
+            assert_near(out, expected, dtype)
+    assert not finished.any()
 
 
 @pytest.mark.parametrize("contexts", [[1], [33, 16, 0, 7], [300, 64, 65]], ids=str)

@@ -36,6 +36,9 @@ WIDE = {
     "initializer_range": 0.05,
 }
 MEAN_TOLERANCE = 0.06
+#: Of a family with norms behind its linears as well, where small weights do not help: noise of 3e-4
+#: on a CPU changes its log-probabilities by 0.08 in the mean.
+MEAN_TOLERANCES = {"gemma3": 0.12}
 
 
 def families(*quick: str) -> list[Any]:
@@ -53,12 +56,15 @@ def make_both(model: Any) -> None:
 
 
 def play(
-    oracle: FamilyOracle, cases: list[tuple[str | None, int]] = CASES, **config: object
+    oracle: FamilyOracle,
+    cases: list[tuple[str | None, int]] = CASES,
+    mean_tolerance: float = MEAN_TOLERANCE,
+    **config: object,
 ) -> None:
     settings = {"device": DEVICE, "dtype": "float32", "use_triton": True, "max_running": 4}
     engine = make_engine(oracle, **{**settings, "max_step_tokens": 48, **config})
     check(engine, oracle, cases, num_tokens=4)
-    assert oracle.mean_error < MEAN_TOLERANCE
+    assert oracle.mean_error < mean_tolerance
     engine.close()
 
 
@@ -66,7 +72,8 @@ def play(
 def test_a_base_quantised_at_load(tmp_path: Path, name: str) -> None:
     base = save_family(tmp_path / "base", name, **WIDE)
     oracle = FamilyOracle(base, save_adapters(base, tmp_path), make_fp8, TOLERANCE)
-    play(oracle, base_precision="fp8")
+    bound = MEAN_TOLERANCES.get(name, MEAN_TOLERANCE)
+    play(oracle, mean_tolerance=bound, base_precision="fp8")
 
 
 @pytest.mark.parametrize("name", FORMATS if DEVICE == "cuda" else ["tensor-static"])

@@ -165,3 +165,18 @@ def test_the_documented_costs_are_the_measured_ones() -> None:
     report = json.loads((RESULTS / "quality-cpu.json").read_text())
     assert [row["precision"] for row in report["precisions"]] == list(PRECISIONS)
     assert table(report) in (RESULTS.parent.parent / "docs" / "models.md").read_text()
+
+
+def test_a_card_finds_what_a_cpu_does() -> None:
+    from bench.quality import RESULTS
+
+    ours, theirs = (
+        json.loads((RESULTS / f"quality-{device}.json").read_text())["precisions"]
+        for device in ("cpu", "h200")
+    )
+    assert [row["precision"] for row in ours] == [row["precision"] for row in theirs]
+    for cpu, card in zip(ours, theirs, strict=True):
+        assert card["base_perplexity"] == pytest.approx(cpu["base_perplexity"], rel=0.03)
+        assert card["field_accuracy"] == pytest.approx(cpu["field_accuracy"], abs=0.04)
+        for kind, found in cpu["compared"].items():
+            assert card["compared"][kind]["kl"] == pytest.approx(found["kl"], abs=0.01)
