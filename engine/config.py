@@ -159,7 +159,6 @@ class EngineConfig:
         """Raise UnsupportedModel for a setting that is not done for what the layers have."""
         what, has_delta = model.plan.on_a_cpu_alone, model.plan.delta is not None
         refused = {
-            "device": bool(what) and self.runs_triton,
             "base_precision": bool(what) and self.base_precision is not None,
             "speculation": has_delta and self.speculation,
             "kv_precision": has_delta and self.kv_precision is not None,

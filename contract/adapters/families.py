@@ -56,6 +56,8 @@ class Facts:
     inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
+    experts   their number in a layer and their width, where config.json has none; None: there are
+              none
     """
 
     head_dim: int | None = None
@@ -67,7 +69,14 @@ class Facts:
     mlp: tuple[str, ...] = MLP
     inner: str = "intermediate_size"
     delta_interval: int | None = None
+    experts: tuple[int, int] | None = None
     biases: tuple[Bias, ...] = ()
+
+    def expert_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the layers that have experts in the place of one MLP."""
+        step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or ()
+        layers = range(config["num_hidden_layers"] if self.experts is not None else 0)
+        return tuple(i for i in layers if i not in dense and (i + 1) % (step or 1) == 0)
 
     def delta_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the layers that have a gated delta net. Raises ValueError for other types."""
@@ -96,6 +105,8 @@ class Facts:
 
 
 GATE_UP = MLP[:2]
+#: The matrices of all experts of a layer, stacked: gate and up side by side, and down.
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 #: The module that such linears are.
 FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
 
@@ -161,7 +172,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "qwen3_moe": Facts(mlp=(), experts=(128, 768), biases=(_ATTENTION,)),
     "qwen3_5_moe_text": Facts(
         head_dim=256,
         is_gated=True,
@@ -169,6 +180,7 @@ FAMILIES = {
         delta_interval=4,
         mlp=SHARED,
         inner="shared_expert_intermediate_size",
+        experts=(256, 512),
         biases=(_ATTENTION,),
         defaults={
             "vocab_size": 248320,

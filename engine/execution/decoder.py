@@ -34,6 +34,7 @@ from kernels import (
     silu_mul,
 )
 from kernels.experts import expert_mlp
+from kernels.experts.lora import ExpertLora
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
 from kernels.gates import split_gates
 from kernels.lora.adjust import lora_adjust
@@ -52,7 +53,12 @@ _PACKED_FOR_ROWS = 16
 
 
 class Adapters(Protocol):
-    """One step's adapters."""
+    """One step's adapters.
+
+    experts  those of routed experts; None: the step has none
+    """
+
+    experts: ExpertLora | None
 
     def add(
         self,
@@ -127,6 +133,7 @@ class TiledAdapters:
 
     def __init__(self, lora: LoraBatch, arena: torch.Tensor) -> None:
         self._lora, self._arena = lora, arena
+        self.experts: ExpertLora | None = None
 
     def add(
         self,
@@ -148,6 +155,7 @@ class ExtendedAdapters:
 
     def __init__(self, tiled: Adapters, extras: LoraExtras, arena: torch.Tensor) -> None:
         self._tiled, self._extras, self._arena = tiled, extras, arena
+        self.experts = tiled.experts
 
     def add(
         self,
@@ -341,11 +349,26 @@ class DecoderLayer:
         experts, shape = self._weights.experts, self._config.plan.experts
         if experts is None or shape is None:
             return self._dense(x, adapters)
-        out = expert_mlp(x, experts, shape)
+        routed = None if adapters is None else adapters.experts
+        add = None if routed is None else functools.partial(self._add_to_expert, routed)
+        out = expert_mlp(x, experts, shape, add)
         if experts.shared_gate is not None:
             share = functional.linear(x, experts.shared_gate).sigmoid()
             out = out + share * self._dense(x, adapters)
         return out
+
+    def _add_to_expert(
+        self,
+        routed: ExpertLora,
+        tokens: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        expert: int,
+        is_down: bool,
+    ) -> None:
+        parts, width = (DOWN, y.shape[1]) if is_down else (GATE_UP, y.shape[1] // 2)
+        offsets = (0, *accumulate(width for _ in parts))
+        routed.add(tokens, x, y, self._index, expert, parts, offsets)
 
     def _dense(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
         index = self._index

@@ -39,6 +39,7 @@ from engine.sampling.sampler import Sampled
 from engine.sequence import Row, Step
 from engine.stats import Precision
 from kernels.attention_cpu import CpuAttention
+from kernels.experts.lora import ExpertLora
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.kv_pages import PageLayout
 from kernels.lora.cpu import CpuLora
@@ -230,7 +231,10 @@ class ModelRunner:
             if self._cpu_lora is None
             else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
         )
-        extras = batch.lora.extras
+        experts, extras = self._model.plan.experts, batch.lora.extras
+        if experts is not None and any(batch.lora.has_experts):
+            tiles, num_layers = self._layout.tiles(self.arena), self._model.num_layers
+            tiled.experts = ExpertLora(batch.lora, tiles, num_layers, experts.num)
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
 
 

@@ -104,6 +104,14 @@ class ModelConfig:
             (0, 0),
         )
 
+    @property
+    def expert_widths(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of an expert, in the order of `kernels.Projection`; it has no attention."""
+        assert self.plan.experts is not None
+        hidden, inner = self.hidden_size, self.plan.experts.inner
+        none = (0, 0)
+        return none, none, none, none, (hidden, inner), (hidden, inner), (inner, hidden), none
+
     def widths(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return (in, out) of a layer's linears, in the order of `kernels.Projection`."""
         delta = self.plan.delta
@@ -116,7 +124,9 @@ class ModelConfig:
     @property
     def widest(self) -> int:
         """Return the widest input or output of a layer's linears."""
-        return max(max(pair) for layer in range(self.num_layers) for pair in self.widths(layer))
+        experts = () if self.plan.experts is None else self.expert_widths
+        layers = (self.widths(layer) for layer in range(self.num_layers))
+        return max(max(pair) for pairs in (*layers, experts) for pair in pairs)
 
     def linears(self, layer: int) -> Mapping[str, int]:
         """Return a layer's linears, in the model's order -> their `kernels.Projection`."""

@@ -81,10 +81,10 @@ class Plan:
 
     @property
     def on_a_cpu_alone(self) -> str:
-        """Return the part of the layers without kernels for a GPU; empty: there is none."""
-        if self.delta is not None:
-            return "gated delta nets"
-        return "" if self.experts is None else "experts"
+        """Return the part of the layers that a GPU does not train; empty: there is none."""
+        if self.experts is not None:
+            return "experts"
+        return "" if self.delta is None else "gated delta nets"
 
     @property
     def is_gelu(self) -> bool:

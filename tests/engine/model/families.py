@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "linear_num_value_heads": 8,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 20,
             "linear_conv_kernel_dim": 3,
@@ -194,7 +194,9 @@ FAMILIES["qwen3_5_moe"] = (
     },
 )
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
+ON_A_GPU = list(FAMILIES)
+#: Those of them whose linears may be quantised.
+IN_FP8 = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),

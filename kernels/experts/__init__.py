@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -52,18 +53,32 @@ def route(
     return shares.to(x.dtype), chosen
 
 
-def expert_mlp(x: torch.Tensor, weights: ExpertWeights, shape: ExpertShape) -> torch.Tensor:
+#: Adds to an expert's product y [N, out], in place: (tokens, x [N, in], y, expert, is it down).
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, bool], None]
+
+
+def expert_mlp(
+    x: torch.Tensor, weights: ExpertWeights, shape: ExpertShape, add: Add | None = None
+) -> torch.Tensor:
     """x [T, E] -> the sum of what the chosen experts make of it, by their shares, [T, E].
 
     The tokens are sorted by expert, so that each matrix is read once. Differentiable in x.
     """
+
+    def product(tokens: torch.Tensor, rows: torch.Tensor, expert: int, is_down: bool) -> Any:
+        y = linear(rows, (weights.down if is_down else weights.gate_up)[expert])
+        if add is not None:
+            add(tokens, rows, y, expert, is_down)
+        return y
+
     shares, chosen = route(x, weights.router, shape)
     order = chosen.flatten().argsort(stable=True)
     used, counts = torch.unique(chosen, return_counts=True)  # sorted
-    parts = torch.split(x[order // shape.chosen], counts.tolist())
-    made = [
-        linear(silu_mul_ref(linear(rows, weights.gate_up[expert])), weights.down[expert])
-        for expert, rows in zip(used.tolist(), parts, strict=True)
-    ]
+    made = []
+    for expert, tokens in zip(
+        used.tolist(), torch.split(order // shape.chosen, counts.tolist()), strict=True
+    ):
+        inner = silu_mul_ref(product(tokens, x[tokens], expert, False))
+        made.append(product(tokens, inner, expert, True))
     back = order.argsort().view(-1, shape.chosen)
     return (shares[:, None] @ torch.cat(made)[back])[:, 0]
