@@ -134,7 +134,8 @@ class Engine:
 
     def _make_speculation(self, config: EngineConfig) -> Speculation:
         heads, limit = HeadDrafts(self._runner.draft_heads, self._store.tiles), self._context_limit
-        return Speculation(config, self._scheduler.tables, self._grammars, limit, heads)
+        tables, times = self._scheduler.tables, self._runner.step_times
+        return Speculation(config, tables, self._grammars, limit, heads, times)
 
     # Adapters
 
@@ -379,7 +380,7 @@ class Engine:
         launched = self._in_flight
         must_end = self._requests.has_pending or launched is None or not launched.can_go_on
         if launched is not None and not must_end and not self._speculation.waits(launched.step):
-            launched.append_placeholders(self._scheduler.commit)
+            launched.append_placeholders(self._scheduler.tables.commit)
             return []
         self._in_flight = None
         return self._commit(launched, now) + self._requests.finish_pending()
@@ -409,7 +410,7 @@ class Engine:
             return []
         self._deadlines.pace.start(now, launched.step.num_tokens)
         sampling = launched.step.sampling
-        sampled = list(map(checked, sampling, launched.read()))
+        sampled = checked(sampling, launched.read())
         launched.remove_placeholders()
         self._num_steps += 1
         launched.commit(self._scheduler.commit)
@@ -425,7 +426,7 @@ class Engine:
         outputs: dict[Sequence, RequestOutput] = {}
         self._take(outputs, sampling, sampled, overflowed, launched.void)
         for sequences, tokens in launched.further(self._scheduler.commit):
-            self._take(outputs, sequences, list(map(checked, sequences, tokens)))
+            self._take(outputs, sequences, checked(sequences, tokens))
         for sequence, output in outputs.items():
             sequence.count(output)
         dropped = None
@@ -445,6 +446,7 @@ class Engine:
         void: Collection[Sequence] = (),
     ) -> None:
         """Append one token to each sequence that is not `void`, and to its output of this step."""
+        accept, limit = self._requests.accept, self._context_limit
         for sequence, token in zip(sequences, tokens, strict=True):
             # It has ended in the step before, when this one was in flight.
             if sequence.has_ended or sequence in void:
@@ -460,7 +462,7 @@ class Engine:
             else:
                 sequence.token_ids.append(token.token_id)
                 self._num_generated += 1
-                self._requests.accept(sequence, token, self._context_limit, output)
+                accept(sequence, token, limit, output)
 
     def _wait(self) -> None:
         """Sleep briefly, as nothing can run until a thread has finished."""

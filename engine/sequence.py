@@ -300,8 +300,8 @@ class Row:
     def samples(self) -> bool:
         """Return whether the step computes the sequence's last token, so that a new one follows."""
         sequence = self.sequence  # asked several times of every row in a step, so without helpers
-        num_known = self.num_tokens - len(self.drafts)
-        return num_known == len(sequence.token_ids) - sequence.num_computed
+        num_left = len(sequence.token_ids) - sequence.num_computed
+        return self.num_tokens - len(self.drafts) == num_left
 
     @property
     def scored(self) -> range:
@@ -352,11 +352,12 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
     def group_by_adapter(self) -> None:
         """Make rows of one adapter adjacent, so that its weights are read once."""
         first_seen: dict[AdapterKey, int] = {}
         for row in self.rows:
             first_seen.setdefault(row.sequence.adapter_key, len(first_seen))
-        self.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])
+        if 1 < len(first_seen) < len(self.rows):
+            self.rows.sort(key=lambda row: first_seen[row.sequence.adapter_key])

@@ -38,11 +38,13 @@ ComputeMasks = Callable[[Iterable[Sequence], Iterable[Masked]], None]
 class Candidate(NamedTuple):
     """A sequence with a token in flight, whose placeholder is its last token.
 
+    few   the tokens that its grammar allows there
     most  tokens that may follow it, before a limit ends the sequence
     """
 
     sequence: Sequence
     matcher: Matcher
+    few: tuple[int, ...]
     profile: Profile
     most: int
 
@@ -50,13 +52,13 @@ class Candidate(NamedTuple):
 def propose_ahead(
     candidates: Iterable[Candidate], compute_masks: ComputeMasks, row_cost: float
 ) -> list[tuple[Sequence, Proposal]]:
-    """Propose drafts of the sequences whose grammar allows few tokens where the one in flight is.
+    """Propose drafts of sequences whose grammar allows few tokens where the one in flight is.
 
     Some proposals have no drafts: what is chosen at their places is wanted for the next time.
 
     row_cost  of one more row, in tokens that the step would give for that
     """
-    paths = [path for path in map(_begin, candidates) if path is not None]
+    paths = list(map(_begin, candidates))
     going = [path for path in paths if path.walk is not None and path.add_first()]
     for _ in range(_MAX_ROUNDS):
         compute_masks((), (path.walk for path in going if path.walk is not None))
@@ -64,12 +66,9 @@ def propose_ahead(
     return [(path.sequence, path.finished(row_cost)) for path in paths]
 
 
-def _begin(candidate: Candidate) -> _Path | None:
-    """Return the place after the token in flight; None if many tokens are allowed there."""
-    few = candidate.matcher.few
-    if few is None:
-        return None
-    sequence, profile = candidate.sequence, candidate.profile
+def _begin(candidate: Candidate) -> _Path:
+    """Return the place after the token in flight."""
+    sequence, few, profile = candidate.sequence, candidate.few, candidate.profile
     proposal = Proposal(profile, sequence.num_tokens, is_ahead=True)
     token_id, chance = few[0], 1.0
     if len(few) > 1:

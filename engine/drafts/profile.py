@@ -38,6 +38,10 @@ class Source(enum.StrEnum):
     __hash__ = str.__hash__  # an enum's own is Python, and kinds are looked up for every draft
 
 
+#: Names of sources: an enum's `value` is two calls of Python.
+NAMES = {source: str(source.value) for source in Source}
+
+
 class Kind(NamedTuple):
     """Drafts that are about equally likely to be right.
 
@@ -100,9 +104,11 @@ class Profile:
 
     def rate(self, kind: Kind) -> float:
         """Return the chance that a draft of this kind is right, if those before it are."""
-        priors = _HEAD_PRIORS if kind.source is Source.HEADS else _LOOKUP_PRIORS
-        prior = _PRIORS.get(kind.source, priors[kind.agreeing])
-        return self._rates.get(kind, prior)
+        rate = self._rates.get(kind)
+        if rate is None:
+            priors = _HEAD_PRIORS if kind.source is Source.HEADS else _LOOKUP_PRIORS
+            rate = _PRIORS.get(kind.source, priors[kind.agreeing])
+        return rate
 
     def probes(self, kind: Kind) -> bool:
         """Return whether a draft that does not seem to pay is tried this time."""

@@ -72,7 +72,8 @@ class Proposal:
             if place is not None:
                 self.profile.note_choice(place, token_id)
         for token_id, draft, kind in zip(found, self.tokens, self.kinds, strict=False):
-            self.profile.note(kind, token_id == draft)
+            if kind is not FORCED:  # these are always right
+                self.profile.note(kind, token_id == draft)
             if token_id != draft:
                 break
 

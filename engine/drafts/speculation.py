@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.drafts.ahead import MAX_DRAFTS, Candidate, propose_ahead
 from engine.drafts.answers import AnswerMemories
-from engine.drafts.costs import CPU, GPU
+from engine.drafts.costs import CPU, GPU, StepTimes
 from engine.drafts.heads import HeadDrafts
-from engine.drafts.profile import Place, Profile, Profiles, Source
-from engine.drafts.proposer import CHOICE, Known, Proposal, propose
+from engine.drafts.profile import NAMES, Place, Profile, Profiles, Source
+from engine.drafts.proposer import CHOICE, FORCED, Known, Proposal, propose
 from engine.execution.in_flight import InFlightStep
 from engine.sampling.grammar import Grammars
 from engine.scheduling.page_tables import PageTables
@@ -67,6 +67,7 @@ class Speculation:
 
     context_limit  tokens that a sequence may have
     heads          those of adapters
+    step_times     of a GPU's steps by their rows; empty: not measured
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class Speculation:
         grammars: Grammars,
         context_limit: int,
         heads: HeadDrafts,
+        step_times: StepTimes = (),
     ) -> None:
         self._heads = heads
         self._tables, self._grammars, self._context_limit = tables, grammars, context_limit
         self._is_on = config.speculation
         self.costs = CPU
         if config.runs_triton:
-            self.costs = replace(GPU, max_rows=config.max_drafted_rows or 0)
+            own = GPU.measured(step_times)
+            self.costs = replace(own, max_rows=config.max_drafted_rows or 0)
         self._num_unwaited = 0
         self._profiles, self._answers = Profiles(), AnswerMemories()
         self._remembered: dict[Sequence, None] = {}  # those that run
@@ -126,9 +129,11 @@ class Speculation:
             if sequence.has_left or sequence in skipped or not sequence.request.speculation:
                 continue
             matcher = self._grammars.matcher(sequence)
-            if matcher is not None and (most := self._most_useful(sequence)) > 0:
+            if matcher is None or (few := matcher.few) is None:
+                continue
+            if (most := self._most_useful(sequence)) > 0:
                 profile = (sequence.drafting or self._known(sequence)).profile
-                candidates.append(Candidate(sequence, matcher, profile, most))
+                candidates.append(Candidate(sequence, matcher, few, profile, most))
         num_sampling = len(in_flight.sampling)
         row = self.costs.least_chance(num_sampling, num_sampling, 0)
         for sequence, proposal in propose_ahead(candidates, self._grammars.compute_masks, row):
@@ -195,12 +200,15 @@ class Speculation:
         step.proposals.append((row, proposal))
         num = self._tables.reserve_drafts(row, len(proposal.tokens)) if proposal.tokens else 0
         row.drafts = tuple(proposal.tokens[:num])
-        row.sources = tuple(kind.source.value for kind in proposal.kinds[:num])
-        needs_logits = row.sequence.request.sampling.logprobs is not None
-        certain = [kind.source is Source.FORCED and not needs_logits for kind in proposal.kinds]
+        kinds = proposal.kinds[:num]
+        row.sources = tuple([NAMES[kind.source] for kind in kinds])
+        if row.sequence.request.sampling.logprobs is not None:
+            certain = [False] * num
+        else:
+            certain = [kind is FORCED for kind in kinds]
         if proposal.guess is not None:
-            certain[:1] = [False]  # if the guess is wrong, these logits give the next token
-        row.certain = tuple(certain[:num])
+            certain[:1] = [False] * min(num, 1)  # if the guess is wrong, these logits are needed
+        row.certain = tuple(certain)
         row.is_ahead = proposal.is_ahead
         row.num_sure = min(proposal.num_sure, num)
         proposal.num_drafts = num
@@ -293,16 +301,17 @@ class Speculation:
             is_right = guess is None or token_ids[proposal.first - 1 : proposal.first] == [guess]
             if is_right:
                 proposal.learn(found)
-            num_right = num_unwaited = 0
-            for i, draft in enumerate(proposal.tokens[: proposal.num_drafts]):
-                is_right = is_right and i < len(found) and found[i] == draft
-                source = proposal.kinds[i].source
-                self._counts[source].add(is_accepted=is_right)
+            num_right = 0
+            for kind, draft in zip(
+                proposal.kinds[: proposal.num_drafts], proposal.tokens, strict=False
+            ):
+                is_right = is_right and num_right < len(found) and found[num_right] == draft
+                self._counts[kind.source].add(is_accepted=is_right)
                 num_right += is_right
-                num_unwaited += is_right and source in (Source.FORCED, Source.CHOICE)
             if not proposal.is_ahead:
                 # Forced text and choices need no waiting: without it they only take one step more.
-                proposal.profile.note_gain(num_right - max(0, num_unwaited - 1))
+                unwaited = sum(kind in (FORCED, CHOICE) for kind in proposal.kinds[:num_right])
+                proposal.profile.note_gain(num_right - max(0, unwaited - 1))
         if self._choices:
             self._choices = [choice for choice in self._choices if not choice.learn()]
 

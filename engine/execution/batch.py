@@ -110,8 +110,8 @@ class BatchBuilder:
     def build(self, step: Step) -> Batch:
         """Make the tensors of `step`; sort the step's rows into the order that runs fastest."""
         rows = self._arrange(step)
-        lengths = np.fromiter((row.num_tokens for row in rows), np.int32, len(rows))
-        starts = np.fromiter((row.sequence.num_computed for row in rows), np.int32, len(rows))
+        lengths = np.array([row.num_tokens for row in rows], np.int32)
+        starts = np.array([row.sequence.num_computed for row in rows], np.int32)
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
         page_tables = _page_tables(rows)
@@ -269,16 +269,20 @@ def _rows_of(tables: list[array[int]]) -> npt.NDArray[np.int64]:
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:
     token_ids: list[int] = []
     for row in rows:
-        first = row.sequence.num_computed
-        token_ids += row.sequence.token_ids[first : first + row.num_tokens]
-        token_ids += row.drafts
+        first, own = row.sequence.num_computed, row.sequence.token_ids
+        if first + 1 == len(own):  # a decode: its last token is all that is known
+            token_ids.append(own[first])
+        else:
+            token_ids += own[first : first + row.num_tokens]
+        if row.drafts:
+            token_ids += row.drafts
     return np.array(token_ids, np.int64)
 
 
 def _sample_rows(step: Step, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     if step.has_drafts:
         return _drafted_rows(step.rows, query_start)
-    samples = np.fromiter((row.samples for row in step.rows), np.bool_, len(step.rows))
+    samples = np.array([row.samples for row in step.rows], np.bool_)
     return (query_start[1:][samples] - 1).astype(np.int64)
 
 
@@ -289,8 +293,10 @@ def _drafted_rows(rows: list[Row], query_start: npt.NDArray[np.int32]) -> npt.ND
     """
     wanted: list[int] = []
     for row, end in zip(rows, query_start[1:].tolist(), strict=True):
-        if row.samples:
+        if row.drafts:  # then it samples
             first = end - 1 - len(row.drafts)
             wanted += [first + i for i, certain in enumerate(row.certain) if not certain]
+            wanted.append(end - 1)
+        elif row.samples:
             wanted.append(end - 1)
     return np.array(wanted, np.int64)

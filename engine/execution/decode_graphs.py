@@ -164,6 +164,24 @@ class DecodeGraphs:
         self.pool = self.pool or graph.pool()
         self._graphs[size, scope] = _Graph(graph=graph, logits=logits)
 
+    def time(self, size: int, repeats: int = 5) -> float:
+        """Return the milliseconds of a step of a bucket whose rows are all padding.
+
+        Waits for the device; not while a step is under way.
+        """
+        self.capture(size, LoraScope.NONE)
+        self.clear()
+        graph, make = self._graphs[size, LoraScope.NONE].graph, torch.cuda.Event
+        times: list[float] = []
+        for _ in range(repeats):
+            began, ended = (make(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended))
+        return min(times)
+
     def bytes_of_others(self, recorded: int) -> int:
         """Return the bytes that all graphs take beyond those of the recorded bucket.
 

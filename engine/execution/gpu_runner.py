@@ -45,6 +45,10 @@ _PROVEN_WIDTHS = 128, 128
 _MANY_DECODES = 16
 
 
+#: Numbers of rows whose steps are timed at the start: as many as drafts distinguish.
+_TIMED = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
 @dataclass(slots=True, kw_only=True)
 class Tokens:
     """A launched step's tokens, on their way to the host.
@@ -174,6 +178,13 @@ class GpuRunner:
         for size in self._mixed.sizes:
             for scope in LoraScope:
                 self._mixed.capture(size, scope, self._graphs.pool)
+
+    def time_steps(self) -> tuple[tuple[int, float], ...]:
+        """Return (rows, milliseconds) of steps of a few sizes, of the base alone; () off a GPU."""
+        if self._model.device.type != "cuda":
+            return ()
+        sizes = [size for size in self._graphs.sizes if size in _TIMED]
+        return tuple((size, self._graphs.time(size)) for size in sizes)
 
     def profile_run(self) -> int:
         """Run what takes the most memory: a step of `max_tokens` tokens, the largest graphs.

@@ -49,21 +49,23 @@ class InFlightStep:
         Only for tokens that the device chooses: it reads them as the next step's inputs. Drafts are
         taken to be right (`can_go_on`) and appended before.
         """
-        drafts = {row.sequence: row.drafts for row in self.step.rows if row.drafts}
-        self.placed = []
+        num_drafts: dict[Sequence, int] = {}
+        self.placed, void = [], self.void
         for row in self.step.rows:
             sequence = row.sequence
-            if self._goes_on(sequence):
-                if row.drafts:
-                    sequence.token_ids.extend(row.drafts)
-                    sequence.is_assumed = row.num_sure < len(row.drafts)
-                commit(row)
+            if sequence.has_ended or sequence in void:
+                continue
+            if drafts := row.drafts:
+                num_drafts[sequence] = len(drafts)
+                sequence.token_ids.extend(drafts)
+                sequence.is_assumed = row.num_sure < len(drafts)
+            commit(row)
         sampling = self.step.sampling
         newest = range(len(sampling)) if self.drafted is None else self.drafted.newest()
         for i, sequence in zip(newest, sampling, strict=True):
-            if self._goes_on(sequence):
+            if not (sequence.has_ended or sequence in void):
                 sequence.token_ids.append(~i)
-                self.placed.append((sequence, 1 + len(drafts.get(sequence, ()))))
+                self.placed.append((sequence, 1 + num_drafts.get(sequence, 0)))
 
     def remove_placeholders(self) -> None:
         """Remove from the sequences what stands for the step's tokens, now that they are read."""

@@ -86,8 +86,12 @@ class EntryCache:
             self._size = _size(self._entries.values())
         found = []
         for key in keys:
-            tiles = [self._tiles_of(digest) for digest, _ in key]
             own = self._entries.get(key)
+            # A blend of one, as most are, needs no list.
+            if own is not None and len(key) == 1 and own.tiles[0] is self._tiles_of(key[0][0]):
+                found.append(own)
+                continue
+            tiles = [self._tiles_of(digest) for digest, _ in key]
             if own is None or not all(map(operator.is_, tiles, own.tiles)):
                 own = self._entries[key] = Entries.of(key, tiles)
                 self._size += own.rows.size

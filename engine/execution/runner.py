@@ -38,7 +38,7 @@ from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
 from engine.sampling.sampler import Sampled
-from engine.sequence import Step
+from engine.sequence import Row, Step
 from engine.stats import Precision
 from kernels.attention_cpu import CpuAttention
 from kernels.experts.lora import ExpertLora
@@ -60,6 +60,7 @@ class ModelRunner:
 
     precision      of the weights, keys and values, and what it changes
     entry_buffers  where the adapters' table stays from one step to the next
+    step_times     milliseconds of a GPU's steps by their rows, for drafts; empty: not measured
     draft_heads    None: those of adapters are not used, as without speculation
     weights        what it runs, for a trainer; None: `EngineConfig.lends_weights` is not set
     """
@@ -72,6 +73,7 @@ class ModelRunner:
         self._cpu_lora: CpuLora | None = None
         self._cpu_attention: list[CpuAttention] = []
         self.draft_heads: DraftHeads | None = None
+        self.step_times: tuple[tuple[int, float], ...] = ()
         try:
             self._set_up(config, model, weights)
         except torch.OutOfMemoryError as error:
@@ -82,6 +84,8 @@ class ModelRunner:
         if config.speculation:
             owner = self._decoder if self._gpu is None else self._gpu
             self.draft_heads = DraftHeads(self.arena, owner.head_logits)
+            if self._gpu is not None:
+                self.step_times = self._gpu.time_steps()
 
     def _set_up(self, config: EngineConfig, model: ModelConfig, weights: Weights | None) -> None:
         config.check_model(model)
@@ -182,10 +186,11 @@ class ModelRunner:
 
     def _launch(self, step: Step, batch: Batch, processor: LogitsProcessor) -> InFlightStep:
         gpu = self._gpu
-        step.sampling = sampling = [row.sequence for row in step.rows if row.samples]
+        rows = [row for row in step.rows if row.samples]
+        step.sampling = sampling = [row.sequence for row in rows]
         is_free = batch.scores is None and processor.needs_logits_alone(sampling)
         if step.has_drafts or batch.states is not None:
-            return self._launch_drafted(step, batch, processor, is_free)
+            return self._launch_drafted(step, rows, batch, processor, is_free)
         if gpu is not None and is_free:
             masks = processor.masks(sampling)
             tokens = gpu.start(batch, processor.draw(sampling), masks)
@@ -195,17 +200,17 @@ class ModelRunner:
         return InFlightStep(step=step, read=read, scores=batch.scores, is_done=gpu is None)
 
     def _launch_drafted(
-        self, step: Step, batch: Batch, processor: LogitsProcessor, is_free: bool
+        self, step: Step, rows: list[Row], batch: Batch, processor: LogitsProcessor, is_free: bool
     ) -> InFlightStep:
+        """As `launch`, for a step with drafts; `rows` are those that sample."""
         tokens = None
         if self._gpu is not None and is_free:
-            rows = [row for row in step.rows if row.samples]
             masks = processor.draft_masks(rows)
             tokens = self._gpu.start(batch, processor.draw_drafted(rows), masks)
             choose = on_device(_read(tokens, masks))
         else:
             choose = on_host(self.run(batch), processor)
-        drafted = Verification(step.rows, choose, processor, batch.states)
+        drafted = Verification(rows, choose, processor, batch.states)
         return InFlightStep(
             step=step,
             read=drafted.read,

@@ -43,16 +43,9 @@ class _Place:
     depth: int = 0
     last: int = 0
 
-    @property
-    def certain(self) -> int | None:
-        """The next token, if it is certain."""
-        row, depth = self.row, self.depth
-        return row.drafts[depth] if depth < len(row.certain) and row.certain[depth] else None
-
     def advance(self, token: Sampled) -> bool:
         """Note the token that was chosen; return whether it is the one drafted."""
         row, depth = self.row, self.depth
-        self.next += self.certain is None
         is_over = depth >= len(row.drafts) or row.sequence.has_ended or token.error is not None
         if is_over or token.token_id != row.drafts[depth]:
             return False
@@ -86,7 +79,7 @@ def on_device(read: Callable[[], list[Sampled]]) -> Choose:
 class Verification:
     """Chooses the tokens of one step.
 
-    rows    of the step; some have drafts
+    rows    of the step that sample; some have drafts
     choose  returns the next tokens of sequences, from these rows of `Batch.sample_rows`
     states  what the LM head read for these rows, if that is kept
     """
@@ -103,9 +96,8 @@ class Verification:
         self._right: list[_Place] = []  # whose newest token is the one drafted
         count = 0
         for row in rows:
-            if row.samples:
-                self._places.append(_Place(row, count, count))
-                count += row.num_wanted
+            self._places.append(_Place(row, count, count))
+            count += row.num_wanted if row.drafts else 1
 
     def read(self) -> list[Sampled]:
         """Return the token behind the last token of each sequence that samples."""
@@ -133,7 +125,10 @@ class Verification:
 
     def newest(self) -> list[int]:
         """Return the row of the logits behind each sequence's last draft."""
-        return [place.first + place.row.num_wanted - 1 for place in self._places]
+        return [
+            place.first + (place.row.num_wanted - 1 if place.row.drafts else 0)
+            for place in self._places
+        ]
 
     def wrong_rows(self) -> list[Row]:
         """Return the rows with a wrong draft, once all tokens are chosen."""
@@ -148,17 +143,27 @@ class Verification:
     def _choose(self, places: list[_Place]) -> list[Sampled]:
         """Return the next token of each place; find those that are right."""
         sampled: list[Sampled] = []
-        chosen: list[_Place] = []
+        rows: list[int] = []
+        own: list[Sequence] = []
         for place in places:
-            if (certain := place.certain) is not None:
-                sampled.append(self._processor.take(place.row.sequence, certain))
+            row, depth = place.row, place.depth
+            if depth < len(row.certain) and row.certain[depth]:
+                sampled.append(self._processor.take(row.sequence, row.drafts[depth]))
             else:
                 sampled.append(_LATER)
+                rows.append(place.next)
+                own.append(row.sequence)
                 place.last = place.next
-                chosen.append(place)
-        if chosen:
-            own = [place.row.sequence for place in chosen]
-            found = iter(self._choose_from([place.next for place in chosen], own))
-            sampled = [next(found) if token is _LATER else token for token in sampled]
-        self._right = [p for p, token in zip(places, sampled, strict=True) if p.advance(token)]
+                place.next += 1
+        if rows:
+            found = self._choose_from(rows, own)
+            if len(found) < len(sampled):
+                left = iter(found)
+                found = [next(left) if token is _LATER else token for token in sampled]
+            sampled = found
+        self._right = [
+            place
+            for place, token in zip(places, sampled, strict=True)
+            if place.row.drafts and place.advance(token)
+        ]
         return sampled

@@ -97,7 +97,7 @@ class Matcher:
 
     def fill_mask(self, words: npt.NDArray[np.int32]) -> None:
         """Write the allowed next tokens into `words` [ceil(V / 32)]."""
-        mask = self.mask
+        mask = self._mask or self.mask
         if self._has_failed():
             words.fill(-1)  # the token will be discarded
         else:
@@ -106,7 +106,7 @@ class Matcher:
     @property
     def few(self) -> tuple[int, ...] | None:
         """The allowed next tokens; None if they are many, or the matcher has failed."""
-        few = self.mask.few
+        few = (self._mask or self.mask).few
         return None if few is None or self._has_failed() else few
 
     def behind(self, drafts: SequenceOf[int]) -> Behind | None:
@@ -171,13 +171,18 @@ class Matcher:
         self._mask = track.take(token_id) if self.error is None else None
         if track.ahead:  # drafts have followed from here
             return False
-        if self._has_failed():
-            assert self.error is not None
-            raise self.error
-        return bool(track.end.is_stopped())
+        if self.error is None and not track.end.is_error():
+            return bool(track.end.is_stopped())
+        self._has_failed()
+        assert self.error is not None
+        raise self.error
 
     def _has_failed(self) -> bool:
-        if self.error is None and self.track.has_failed():
+        if self.error is not None:
+            return True
+        if not self.track.end.is_error():  # as nearly always
+            return False
+        if self.track.has_failed():
             reason = re.match(r"\w*", self.track.end.get_error())  # what follows quotes the answer
             self.error = GrammarFailed(reason[0] if reason else "")
         return self.error is not None

@@ -106,15 +106,16 @@ class LogitsProcessor:
         ]
 
 
-def checked(sequence: Sequence, sampled: Sampled) -> Sampled:
-    """Return the token, or an error if the row's largest logit is infinite or not a number.
+def checked(sequences: SequenceOf[Sequence], sampled: SequenceOf[Sampled]) -> list[Sampled]:
+    """Return the tokens, or an error in place of each whose largest logit is infinite or NaN.
 
     A NaN counts as the largest. Minus infinity means that a grammar allows no token; the grammar
     reports that itself.
     """
-    if sampled.largest < math.inf:
-        return sampled
-    return Sampled(0, None, error=overflow_of(sequence))
+    return [
+        token if token.largest < math.inf else Sampled(0, None, error=overflow_of(sequence))
+        for sequence, token in zip(sequences, sampled, strict=True)
+    ]
 
 
 def overflow_of(sequence: Sequence) -> EngineError:

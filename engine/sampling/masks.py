@@ -28,20 +28,29 @@ _MAX_THREADS = 8
 class Mask:
     """The tokens that a grammar allows next.
 
-    words  [ceil(V / 32)] int32, one bit each; may be longer
-    few    those that are allowed; None if they are many, or none
+    words   [ceil(V / 32)] int32, one bit each; may be longer
+    filled  a bit for each word, as `_filled`
     """
 
-    __slots__ = ("few", "words")
+    __slots__ = ("_few", "_filled", "words")
 
-    def __init__(self, words: npt.NDArray[np.int32], few: tuple[int, ...] | None) -> None:
-        self.words, self.few = words, few
+    def __init__(self, words: npt.NDArray[np.int32], filled: bytes) -> None:
+        self.words, self._filled = words, filled
+        self._few: tuple[int, ...] | None = ()  # not looked for yet: only drafts ask
 
     @classmethod
     def of(cls, bits: bytes) -> Mask:
         """Make one of llguidance's bytes."""
         words = np.frombuffer(bits, dtype=np.int32)
-        return cls(words, few_of(words, _filled(words).tobytes()))
+        return cls(words, _filled(words).tobytes())
+
+    @property
+    def few(self) -> tuple[int, ...] | None:
+        """The tokens that are allowed; None if they are many, or none."""
+        few = self._few
+        if few == ():
+            few = self._few = few_of(self.words, self._filled)
+        return few
 
     def write(self, words: npt.NDArray[np.int32]) -> None:
         """Write it into `words` [ceil(V / 32)], which may be longer or shorter."""
@@ -67,15 +76,19 @@ def few_of(words: npt.NDArray[np.int32], filled: bytes) -> tuple[int, ...] | Non
     if not 0 < left.bit_count() <= MAX_FEW:
         return None
     few: list[int] = []
+    values, room = words.data, MAX_FEW  # a view gives numbers in half of the time
     while left:
-        index = (left & -left).bit_length() - 1
-        left &= left - 1
-        bits = int(words[index]) & 0xFFFFFFFF
-        if len(few) + bits.bit_count() > MAX_FEW:
+        index = left.bit_length() - 1
+        left ^= 1 << index
+        bits = values[index] & 0xFFFFFFFF
+        room -= bits.bit_count()
+        if room < 0:
             return None
         while bits:
-            few.append(32 * index + (bits & -bits).bit_length() - 1)
-            bits &= bits - 1
+            highest = bits.bit_length() - 1
+            bits ^= 1 << highest
+            few.append(32 * index + highest)
+    few.reverse()
     return tuple(few)
 
 
@@ -134,8 +147,9 @@ class MaskTree:
         return mask
 
     def put(self, place: int, mask: Mask) -> None:
+        if place in self._masks:
+            self._masks.move_to_end(place)
         self._masks[place] = mask
-        self._masks.move_to_end(place)
         if len(self._masks) > _MAX_MASKS:
             self._masks.popitem(last=False)
 
@@ -146,6 +160,8 @@ class MaskThreads:
     def __init__(self) -> None:
         self._num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
         self._executor: Any = None  # made with the first step that has use for it
+        # Kept: new memory of this size would be mapped, page by page, for every call.
+        self._words = np.empty((0, 0), np.int32)
 
     def compute(self, matchers: Iterable[Masked]) -> None:
         """Compute the masks that are not known yet, each place's once."""
@@ -153,7 +169,7 @@ class MaskThreads:
         if not self._has_use(len(missing)):
             return
         own = list(missing.values())
-        words = np.empty((len(own), own[0].tree.num_words), np.int32)
+        words = self._room_for(len(own), own[0].tree.num_words)
         self._executor.unsafe_compute_mask_ptr(
             [(matcher.inner, i) for i, matcher in enumerate(own)],
             words.ctypes.data,
@@ -164,7 +180,13 @@ class MaskThreads:
         width, bits = filled.shape[1], filled.tobytes()
         for i, matcher in enumerate(own):
             row = words[i].copy()
-            matcher.note_mask(Mask(row, few_of(row, bits[i * width : (i + 1) * width])))
+            matcher.note_mask(Mask(row, bits[i * width : (i + 1) * width]))
+
+    def _room_for(self, count: int, num_words: int) -> npt.NDArray[np.int32]:
+        """Return room for masks; what it held before is lost."""
+        if self._words.shape[0] < count or self._words.shape[1] != num_words:
+            self._words = np.empty((count, num_words), np.int32)
+        return self._words[:count]
 
     def consume(self, tokens: list[tuple[Any, int]]) -> bool:
         """Let llguidance's matchers take one token each; return whether they have.

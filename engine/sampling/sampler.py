@@ -74,6 +74,7 @@ class _State:
             stop_ids = sorted(sequence.stop_ids)
             self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.adjusts = any(value is not None for value in (self.counts, self.seen, self.bias))
+        self.is_plain = not (self.adjusts or params.min_tokens or params.logprobs is not None)
 
     def key(self, index: int) -> int:
         """Return the key of the noise for the sequence's token `index`: odd, int64."""
@@ -108,7 +109,10 @@ class Sampler:
 
     def is_free(self, sequence: Sequence) -> bool:
         """Return whether the device can choose the next tokens from the model's logits alone."""
-        params, state = sequence.request.sampling, self._states[sequence]
+        state = self._states[sequence]
+        if state.is_plain:
+            return not state.is_flat
+        params = sequence.request.sampling
         return (
             params.logprobs is None
             and (not params.min_tokens or sequence.num_generated >= params.min_tokens)

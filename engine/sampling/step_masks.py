@@ -12,7 +12,7 @@ import numpy.typing as npt
 from engine.errors import GrammarFailed
 from engine.sampling.failures import failed_token
 from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.masks import Mask
+from engine.sampling.masks import Mask, Masked
 from engine.sampling.sampler import Sampled
 from engine.sampling.walk import Behind
 from engine.sequence import Row, Sequence
@@ -68,7 +68,7 @@ class DraftMasks:
 
     def __init__(self, grammars: Grammars, rows: SequenceOf[Row]) -> None:
         self._grammars, self._rows = grammars, rows
-        self._counts = [row.num_wanted for row in rows]
+        self._counts = [row.num_wanted if row.drafts else 1 for row in rows]
         self._failed: list[tuple[int, Row, Exception]] = []  # (first of its tokens, row, why)
 
     def fill(self, words: npt.NDArray[np.int32]) -> list[int]:
@@ -77,30 +77,36 @@ class DraftMasks:
         Cuts drafts that are not legal, and those behind which the grammar cannot be followed.
         """
         filled: list[int] = []
-        plans: list[tuple[int, Row, _Plan | None]] = []
-        counts: dict[int, int] = {}
+        plans: list[tuple[int, int, Row, Matcher, _Plan | None]] = []
+        places: list[Masked] = []
         first = 0
         for row, count in zip(self._rows, self._counts, strict=True):
-            counts[first] = count
-            try:
-                plans.append((first, row, self._plan(row)))
-            except Exception as error:
-                self._failed.append((first, row, error))
-            first += count
-        places = [plan.last for _, _, plan in plans if plan is not None and plan.last is not None]
-        here = [row.sequence for _, row, plan in plans if plan is None or plan.here is not None]
-        self._grammars.compute_masks(here, places)
-        for first, row, plan in plans:
             matcher = self._grammars.matcher(row.sequence)
+            if matcher is not None:
+                try:
+                    plan = self._plan(row, matcher) if row.drafts else None
+                except Exception as error:
+                    self._failed.append((first, row, error))
+                else:
+                    plans.append((first, count, row, matcher, plan))
+                    if plan is None or plan.here is not None:
+                        places.append(matcher)
+                    if plan is not None and plan.last is not None:
+                        places.append(plan.last)
+            first += count
+        self._grammars.compute_masks((), places)
+        for first, count, row, matcher, plan in plans:
             own: list[int] = []
             try:
                 if plan is not None:
                     own = plan.fill(words, first)
-                if not own and matcher is not None:
+                if not own:
                     own = _fill(matcher, row, words, first)
             except Exception as error:
                 self._failed.append((first, row, error))
-            filled += own + self._fill_unasked(words, own, first, counts[first])
+            filled += own
+            if len(own) < count:
+                filled += self._fill_unasked(words, own, first, count)
         return filled
 
     def _fill_unasked(
@@ -114,11 +120,8 @@ class DraftMasks:
             words[begin:end, 0] = 1
         return list(range(begin, end))
 
-    def _plan(self, row: Row) -> _Plan | None:
-        """Plan the masks of a row whose drafts are all legal; None for any other row."""
-        matcher = self._grammars.matcher(row.sequence)
-        if matcher is None or not row.drafts:
-            return None
+    def _plan(self, row: Row, matcher: Matcher) -> _Plan | None:
+        """Plan the masks of a row with drafts if all of them are legal."""
         if row.is_certain:
             return _Plan(None, [], matcher.behind(row.drafts), is_certain=True)
         masks = matcher.masks_ahead(row.drafts)

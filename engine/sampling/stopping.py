@@ -30,9 +30,8 @@ def end_ids_of(model: ModelConfig, tokenizer: Any, folder: Path | None) -> froze
 
 def is_full(sequence: Sequence, context_limit: int) -> bool:
     """Return whether the newest token is the last one by the limits, whatever token it is."""
-    most = sequence.request.sampling.max_tokens
-    is_last = most is not None and sequence.num_generated >= most
-    return is_last or sequence.num_tokens >= context_limit
+    most, count = sequence.request.sampling.max_tokens, len(sequence.token_ids)
+    return count >= context_limit or (most is not None and count - sequence.num_prompt >= most)
 
 
 def check_stop(
@@ -45,14 +44,17 @@ def check_stop(
     """
     if sequence.pooled is not None:
         return FinishReason.STOP, False
-    if sequence.request.sampling.max_tokens == 0:
+    most, token_ids = sequence.request.sampling.max_tokens, sequence.token_ids
+    if most == 0:
         return FinishReason.LENGTH, False  # the token was not asked for
-    token_id = sequence.token_ids[-1]
-    is_text = token_id not in sequence.stop_ids
-    is_complete = not is_text
-    if matcher is not None:
-        is_complete = matcher.accept(token_id) or is_complete
-        is_text = is_text and token_id != matcher.eos_token_id
-    if is_complete:
-        return FinishReason.STOP, is_text
-    return (FinishReason.LENGTH if is_full(sequence, context_limit) else None), True
+    token_id = token_ids[-1]
+    is_end = token_id in sequence.stop_ids
+    if matcher is not None and matcher.accept(token_id):
+        return FinishReason.STOP, not (is_end or token_id == matcher.eos_token_id)
+    if is_end:
+        return FinishReason.STOP, False
+    # As `is_full`, which is a call more for every token.
+    count = len(token_ids)
+    if count >= context_limit or (most is not None and count - sequence.num_prompt >= most):
+        return FinishReason.LENGTH, True
+    return None, True

@@ -119,10 +119,14 @@ class Scheduler:
         # Decodes first: a prompt's chunk must not delay requests that already generate.
         prefills = []
         for sequence in list(self.running):
-            if sequence.num_uncomputed != 1:
+            if len(sequence.token_ids) - sequence.num_computed != 1:
                 prefills.append(sequence)
             elif sequence.is_running and step.budget:  # not preempted a moment ago
-                self._continue(step, sequence)
+                if sequence.num_computed < len(sequence.page_table) * self._page_size:
+                    step.rows.append(Row(sequence, 1))  # fifteen of sixteen need no page
+                    step.budget -= 1
+                else:
+                    self._continue(step, sequence)
         is_open = True
         for urgency in Urgency:
             own = [sequence for sequence in prefills if sequence.rank[0] == urgency]
@@ -189,7 +193,7 @@ class Scheduler:
     def _continue(self, step: Step, sequence: Sequence) -> None:
         num_tokens = self._chunk(step, sequence)
         num_new = self.tables.count_missing(sequence, num_tokens)
-        if num_new <= 0:  # most decodes: fifteen of sixteen tokens need no page
+        if num_new <= 0:
             step.rows.append(Row(sequence, num_tokens))
             step.budget -= num_tokens
         elif self._make_room(step, sequence, num_new):

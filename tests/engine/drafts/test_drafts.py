@@ -292,7 +292,9 @@ def test_drafts_do_not_move_the_distribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A draft wherever there is one.
-    monkeypatch.setattr("engine.drafts.speculation.CPU", replace(CPU, row=0.0, waiting=0.0))
+    monkeypatch.setattr(
+        "engine.drafts.speculation.CPU", replace(CPU, times=((0, 1.0), (1, 1.0)), waiting=0.0)
+    )
     engine = ready(make_engine(speculation=True))
     if is_ahead:  # tokens are chosen as a GPU chooses them: all of a step at once
         AheadRunner(engine)

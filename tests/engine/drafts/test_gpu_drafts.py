@@ -52,7 +52,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 #: A draft wherever there is one, as if rows and waiting were free.
 FREE = replace(
     GPU,
-    row=0.0,
+    times=((0, 1.0), (1, 1.0)),
     waiting=0.0,
     waiting_each=0.0,
     following=0.0,
@@ -203,3 +203,11 @@ def test_drafts_do_not_move_the_distribution_on_a_card(
     make_engine: MakeEngine, oracle: Oracle
 ) -> None:
     check_draws(on_card(make_engine, FREE, max_running=64), oracle, 3200 if PLAYS else 102_400)
+
+
+@pytest.mark.skipif(PLAYS, reason="a CPU has no graphs to time")
+def test_a_card_times_its_steps_for_drafts(make_engine: MakeEngine) -> None:
+    engine = on_card(make_engine)
+    times = dict(engine._runner.step_times)
+    assert 1 in times and len(times) > 2 and min(times.values()) > 0.0
+    assert engine._speculation.costs.times[0] == (1, times[1])

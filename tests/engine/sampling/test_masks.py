@@ -56,7 +56,7 @@ def test_few_are_the_allowed_tokens_if_they_are_few(count: int) -> None:
 def test_a_mask_is_written_into_more_and_fewer_words(count: int) -> None:
     own = np.arange(1, 33, dtype=np.int32)
     words = np.full(count, -1, np.int32)
-    Mask(own, None).write(words)
+    Mask(own, b"").write(words)
     assert words.tolist() == [*own.tolist(), 0, 0][:count]
 
 
