@@ -2,22 +2,25 @@
 
     python -m bench.engine --batch 64 --adapters 64 --rank 16        # one case
     python -m bench.engine --suite targets --out targets.json       # the whole table
+    python -m bench.engine --suite shape --shape qwen3.5-9b         # a few cases of another shape
     python -m bench.engine --suite precision --out precision.json   # in each of PRECISIONS
     ... --profile                                                    # kernels of a step, by time
 
-The model has Llama-3.1-8B's shape with random bf16 weights. A decode case adds `batch` requests of
-32 random tokens and generates 256 greedy tokens for each, without an end token; its ms_step is the
-wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill case adds 16
-prompts of 1024 tokens and generates one token for each; if it has adapters, it alternates with the
-base. A first case generates one token for prompts of --prompt tokens; its figure is the time in ms.
-Adapters are PEFT folders with random tensors on all seven projections, registered and loaded before
-the clock starts. Those of one rank share two folders under many digests, each with pages of its
-own. Every finished case is printed and written to --out at once, so that an interrupted run keeps
-its results.
+The model has the shape of Llama-3.1-8B, or of --shape, with random bf16 weights. A decode case adds
+`batch` requests of 32 random tokens and generates 256 greedy tokens for each, without an end token;
+its ms_step is the wall time of everything (prefill, sampling, scheduling) divided by 256. A prefill
+case adds 16 prompts of 1024 tokens and generates one token for each; if it has adapters, it
+alternates with the base. A first case generates one token for prompts of --prompt tokens; its
+figure is the time in ms. A context case decodes behind prompts of --prompt tokens, whose own time
+is not in ms_step. Adapters are PEFT folders with random tensors on all linears that may have them,
+registered and loaded before the clock starts. Those of one rank share two folders under many
+digests, each with pages of its own. Every finished case is printed and written to --out at once, so
+that an interrupted run keeps its results.
 
-The floor is the time to read once what a step must read (weights without the embedding, each
-distinct adapter, half the final KV) at the copy bandwidth measured in the same run, or the time of
-the products at the measured rate if that is longer.
+The floor is the time to read once what a step must read (weights without the embedding, of experts
+those that random choices touch, each distinct adapter, half the final KV; states of gated delta
+nets, which it writes, too) at the copy bandwidth measured in the same run, or the time of the
+products at the measured rate if that is longer.
 """
 
 from __future__ import annotations
@@ -270,15 +273,30 @@ class Bench:
     def floor_ms(self, case: Case, host: dict[str, Any]) -> float:
         """Return the least time of a decode step, as the module's docstring defines it."""
         model = self.model
-        per_layer = sum(n_in * n_out for n_in, n_out in model.projection_widths)
-        params = model.num_layers * per_layer + model.vocab_size * model.hidden_size
-        per_rank = model.num_layers * sum(map(sum, model.projection_widths))
-        kv = 2 * model.num_layers * model.kv_size * (PROMPT_TOKENS + NEW_TOKENS // 2)
-        adapters = case.total_rank * per_rank
-        num_bytes = 2 * (params + adapters + case.batch * kv)
-        read = num_bytes / host["copy_tb_s"] / 1e9
-        compute = 2 * params * case.batch / host["matmul_tflop_s"] / 1e9
-        return round(max(read, compute), 2)
+        layers, experts = range(model.num_layers), model.plan.experts
+        linears = [model.widths(i)[place] for i in layers for place in model.linears(i).values()]
+        last = model.vocab_size * model.hidden_size
+        read = used = sum(n_in * n_out for n_in, n_out in linears) + last
+        if experts is not None:
+            one, routers = 3 * model.hidden_size * experts.inner, experts.num * model.hidden_size
+            idle = (1 - experts.chosen / experts.num) ** case.batch  # if tokens choose at random
+            num = len(model.plan.expert_layers)
+            read += num * (routers + round((1 - idle) * experts.num * one))
+            used += num * (routers + experts.chosen * one)
+        num_tokens = case.prompt + (NEW_TOKENS if case.kind == "decode" else CONTEXT_STEPS) // 2
+        kv = 2 * model.num_kv_layers * model.kv_size * num_tokens
+        adapters = case.total_rank * sum(map(sum, linears))
+        num_bytes = 2 * (read + adapters + case.batch * kv) + case.batch * self._state_bytes
+        products = 2 * used * case.batch
+        took: float = max(num_bytes / host["copy_tb_s"], products / host["matmul_tflop_s"])
+        return round(took / 1e9, 2)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes that a step reads and writes of what gated delta nets keep of a sequence."""
+        delta = self.model.plan.delta
+        size = 0 if delta is None else delta.state_size
+        return 2 * 4 * size * len(self.model.plan.delta_layers)
 
     def profile(self, case: Case, num_steps: int = 8) -> None:
         """Print the kernels of a few decode steps (or of a prefill), the slowest first."""
@@ -345,6 +363,15 @@ def suite() -> Iterator[Case]:
     yield Case(kind="decode", batch=64, adapters=64, ranks=MIXED)
 
 
+def shape_suite() -> Iterator[Case]:
+    """Yield a few cases of any shape."""
+    for batch, adapters in ((1, 0), (1, 1), (64, 0), (64, 64)):
+        yield Case(kind="decode", batch=batch, adapters=adapters)
+    yield Case(kind="context", batch=32, adapters=0, first_prompt=CONTEXT_TOKENS)
+    yield Case(kind="prefill", batch=16, adapters=0)
+    yield Case(kind="prefill", batch=16, adapters=16)
+
+
 def markdown(host: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """Return the decode and prefill tables of targets.md with the results."""
     lines = [
@@ -400,7 +427,7 @@ def run_cases(
         if (case.kind, case.batch) in base and "base_ratio" not in row:
             row["base_ratio"] = round(row[field] / base[case.kind, case.batch], 3)
         row["precision"] = bench.precision
-        if case.kind == "decode" and "copy_tb_s" in host and bench.precision == "bf16":
+        if case.figure == "ms_step" and "copy_tb_s" in host and bench.precision == "bf16":
             row["floor_ms"] = bench.floor_ms(case, host)
             row["floor_ratio"] = round(row["ms_step"] / row["floor_ms"], 3)
         row |= {name: host[name] for name in HOST_KEYS if name in host}
@@ -429,10 +456,14 @@ def write_report(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--suite", choices=["targets", "precision"])
+    parser.add_argument("--suite", choices=["targets", "precision", "shape"])
     parser.add_argument("--precision", choices=PRECISIONS, help="one of a suite's; default: bf16")
-    parser.add_argument("--kind", choices=["decode", "prefill", "first"], default="decode")
-    parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="of a first case")
+    parser.add_argument(
+        "--kind", choices=["decode", "prefill", "first", "context"], default="decode"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=PROMPT_TOKENS, help="of a first or context case"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--rank", type=int, nargs="+", default=[16])
@@ -465,6 +496,8 @@ def main() -> None:
     def cases_of(name: str) -> list[Case]:
         if arguments.suite == "precision":
             return list(precision_suite(name))
+        if arguments.suite == "shape":
+            return list(shape_suite())
         return list(suite()) if arguments.suite else [*bases, case]
 
     host = provenance(arguments.device)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.adapters.plan import PROJECTION_NAMES
 from engine.model.config import ModelConfig
 from engine.model.weights import LINEARS, LayerWeights, Weights
+from kernels.delta import DeltaWeights
+from kernels.experts import ExpertWeights
 from kernels.int4 import Int4Matrix
 
 # config.json of models with random weights.
@@ -47,8 +48,55 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["qwen3.5-9b"] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
+SHAPES["tiny-hybrid"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 SHAPES["tiny-wide"] = SHAPES["tiny"] | {"vocab_size": 49152}
-ALL_PROJECTIONS = tuple(range(len(PROJECTION_NAMES)))
+SHAPES["qwen3-30b-a3b"] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES["tiny-experts"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -60,25 +108,50 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 def random_weights(model: ModelConfig, device: str, dtype: torch.dtype) -> Weights:
     """Make random weights of the model's shape that keep activations near one."""
 
-    def matrix(height: int, width: int) -> torch.Tensor:
-        return torch.empty(height, width, device=device, dtype=dtype).normal_(0, width**-0.5)
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype).normal_(0, shape[-1] ** -0.5)
 
-    ones = torch.ones(model.hidden_size, device=device, dtype=dtype)
-    hidden, inner = model.hidden_size, model.intermediate_size
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(*shape, device=device, dtype=torch.float32 if plan.norm_offset else dtype)
+
+    def mixer(layer: int) -> dict[str, Any]:
+        delta, heads = plan.delta, model.q_rows + 2 * model.kv_size
+        if delta is None or layer not in plan.delta_layers:
+            norm = ones(2, model.head_dim) if plan.qk_norm == "head" else None
+            o = matrix(hidden, model.q_size)
+            return {"qkv": matrix(heads, hidden), "o": o, "qk_norm": norm}
+        rate, shift = matrix(2, delta.num_values)
+        own = DeltaWeights(
+            convolution=matrix(delta.widths[0], delta.kernel),
+            rate=rate,
+            shift=shift,
+            norm=torch.ones(delta.value_dim, device=device, dtype=dtype),
+        )
+        qkv, o = matrix(sum(delta.widths), hidden), matrix(hidden, delta.value_size)
+        return {"qkv": qkv, "o": o, "delta": own}
+
+    def mlp(layer: int) -> dict[str, Any]:
+        shape, experts = plan.experts, None
+        inner = model.intermediate_size
+        if shape is not None and layer in plan.expert_layers:
+            gate_up = matrix(shape.num, 2 * shape.inner, hidden)
+            down = matrix(shape.num, hidden, shape.inner)
+            shared = matrix(1, hidden) if shape.has_shared else None
+            experts = ExpertWeights(matrix(shape.num, hidden), gate_up, down, shared)
+            inner = inner if shape.has_shared else 0
+        down = matrix(hidden, inner) if inner else ones(hidden, 0)
+        return {"gate_up": matrix(2 * inner, hidden), "down": down, "experts": experts}
+
+    plan, hidden = model.plan, model.hidden_size
     return Weights(
         embedding=matrix(model.vocab_size, hidden),
         layers=tuple(
             LayerWeights(
-                attention_norm=ones,
-                qkv=matrix(model.q_size + 2 * model.kv_size, hidden),
-                o=matrix(hidden, model.q_size),
-                mlp_norm=ones,
-                gate_up=matrix(2 * inner, hidden),
-                down=matrix(hidden, inner),
+                attention_norm=ones(hidden), mlp_norm=ones(hidden), **mixer(layer), **mlp(layer)
             )
-            for _ in range(model.num_layers)
+            for layer in range(model.num_layers)
         ),
-        norm=ones,
+        norm=ones(hidden),
         lm_head=matrix(model.vocab_size, hidden),
     )
 
@@ -94,11 +167,11 @@ def in_4_bits(weights: Weights, group: int = 128) -> Weights:
         zero = torch.full(scale.shape, 8, dtype=torch.uint8, device=dense.device)
         return Int4Matrix(packed.to(torch.int32), scale, zero)
 
-    layers = [
-        replace(layer, **{name: matrix(getattr(layer, name)) for name in LINEARS})
-        for layer in weights.layers
-    ]
-    return replace(weights, layers=tuple(layers))
+    def packed(layer: LayerWeights) -> LayerWeights:
+        changed: dict[str, Any] = {name: matrix(getattr(layer, name)) for name in LINEARS}
+        return replace(layer, **changed)
+
+    return replace(weights, layers=tuple(map(packed, weights.layers)))
 
 
 def save_random_adapter(
@@ -107,14 +180,17 @@ def save_random_adapter(
     *,
     rank: int,
     seed: int,
-    projections: Sequence[int] = ALL_PROJECTIONS,
+    projections: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Path:
     """Write a PEFT folder with random A and B of `rank` on some linears of every layer.
 
+    projections  None: all that adapters of the model may change
     device  draws the numbers; a GPU is faster
     """
+    if projections is None:
+        projections = tuple(model.linears(0).values())
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -122,20 +198,23 @@ def save_random_adapter(
         drawn = torch.randn(height, width, generator=generator, device=device) * scale
         return drawn.to(dtype).cpu()
 
-    tensors = {}
-    for layer, projection in itertools.product(range(model.num_layers), projections):
-        in_width, out_width = model.projection_widths[projection]
-        block = "self_attn" if projection < 4 else "mlp"
-        name = f"base_model.model.model.layers.{layer}.{block}.{PROJECTION_NAMES[projection]}"
-        tensors[f"{name}.lora_A.weight"] = draw(rank, in_width, in_width**-0.5)
-        tensors[f"{name}.lora_B.weight"] = draw(out_width, rank, 0.02)
+    tensors, modules = {}, set()
+    for layer in range(model.num_layers):
+        for module, projection in model.linears(layer).items():
+            if projection not in projections:
+                continue
+            in_width, out_width = model.widths(layer)[projection]
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = draw(rank, in_width, in_width**-0.5)
+            tensors[f"{name}.lora_B.weight"] = draw(out_width, rank, 0.02)
+            modules.add(module.rpartition(".")[2])
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": [PROJECTION_NAMES[p] for p in projections],
+        "target_modules": sorted(modules),
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -27,7 +27,14 @@ def make_store(
     """Return a store that reads adapters into the runner's arena; no adapter is registered yet."""
     layout, has_heads = config.page_layout(model), runner.draft_heads is not None
     return AdapterStore(
-        reader=AdapterReader(model, layout, runner.base, digest_of, has_heads),
+        reader=AdapterReader(
+            model,
+            layout,
+            runner.base,
+            digest_of,
+            reads_draft_heads=has_heads,
+            serves_experts=not config.runs_triton,
+        ),
         pool=pool,
         prefixes=prefixes,
         arena=runner.arena,

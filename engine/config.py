@@ -157,12 +157,15 @@ class EngineConfig:
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise UnsupportedModel for a setting that is not done for what the layers have."""
-        what, has_delta = model.plan.on_a_cpu_alone, model.plan.delta is not None
+        what, has_delta = model.plan.trained_on_a_cpu_alone, model.plan.delta is not None
+        has_shapes = bool(model.plan.shapes)
         refused = {
-            "device": bool(what) and self.runs_triton,
+            "device": bool(model.plan.on_a_cpu_alone)
+            and (self.runs_triton or (has_shapes and not self.is_cpu)),
             "base_precision": bool(what) and self.base_precision is not None,
             "speculation": has_delta and self.speculation,
-            "kv_precision": has_delta and self.kv_precision is not None,
+            "kv_precision": (has_delta or has_shapes) and self.kv_precision is not None,
+            "dtype": has_shapes and self.dtype_name != "float32",
         }
         for name, is_refused in refused.items():
             if is_refused:
@@ -174,10 +177,11 @@ class EngineConfig:
 
     def page_layout(self, model: ModelConfig) -> PageLayout:
         """Return the layout of one page: the KV of `page_size` tokens over all layers."""
+        num_layers, num_kv_heads, head_dim = model.kv_page
         layout = PageLayout(
-            num_layers=model.num_kv_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             page_size=self.page_size,
             per_element=self.bytes_per_element if self.kv_precision == "fp8" else 1,
             tile_per_element=self.bytes_per_element if self.adapter_precision == "fp8" else 1,

@@ -430,6 +430,8 @@ class Engine:
         dropped = None
         if launched.is_mispredicted:  # known only after all are read: certain drafts come first
             dropped, self._in_flight = self._in_flight, None
+            if dropped is not None:
+                self._scheduler.restart(dropped.step.rows)
         self._speculation.settle(launched, dropped, self._in_flight)
         return list(outputs.values())
 

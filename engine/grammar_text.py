@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from contract.schemas.ecma_regex import BadPattern
 from contract.schemas.formats import PATTERNS
 from contract.schemas.patterns import texts_of
+from engine.argument_grammar import KEY_RULE, BareRules, common_rules
 from engine.errors import BadGrammar
+from engine.text.call_formats import CallFormat
+from engine.text.thoughts import Names
 
 #: Allow at most one space between two parts of the JSON: with free whitespace a small model may
 #: write newlines until its tokens are used up. This replaces the schema's own "x-guidance".
@@ -159,20 +163,118 @@ def tool_calls(
     return "\n".join(lines) + "\n"
 
 
-def behind_thought(answer: Grammar, begin: str, end: str, *, is_open: bool) -> Grammar:
+def native_calls(
+    tools: Sequence[tuple[str, str]],
+    form: CallFormat,
+    tokens: Mapping[str, int],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    free_text: str,
+    answer_schema: str | None,
+) -> str:
+    """Return the Lark grammar of an answer that calls tools in a model's own form.
+
+    The other parameters are those of `tool_calls`.
+
+    tokens  the vocabulary's added tokens by name, which text alone does not match
+    """
+    names = [f"call_{i}" for i in range(len(tools))]
+    more = f"(joint call){{0,{MAX_CALLS - 1}}}" if is_parallel and form.joint is not None else ""
+    answer = f"begin call {more} end"
+    lines = [
+        f"start: {answer}" if is_required else f"start: {answer} | other",
+        f"call: {' | '.join(names)}",
+        f"begin: {_with_tokens(form.begin, tokens)}",
+        f"joint: {_with_tokens(form.joint or '', tokens)}",
+        f"end: {_with_tokens(form.end, tokens)}",
+    ]
+    for rule, (name, parameters) in zip(names, tools, strict=True):
+        start, tail = (_with_tokens(each, tokens) for each in (form.start(name), form.tail))
+        if answer_schema is not None and start.startswith('"{'):
+            start = f'"{{" "{start[2:]}'  # a brace apart, as in JSON: else no object begins so
+        lines.append(f"{rule}: {start} {rule}_arguments {tail}")
+        if form.quote:
+            bare = BareRules(rule, _with_tokens(form.quote, tokens))
+            whole = bare.value(_decoders(parameters))
+            lines += [f"{rule}_arguments: {whole}", *bare.rules]
+        elif form.pair is not None:
+            bare = BareRules(rule, "")
+            whole = bare.tagged(_decoders(parameters), form.pair)
+            lines += [f"{rule}_arguments: {whole}", *bare.rules]
+        else:
+            lines.append(f"{rule}_arguments: {_json(parameters)}")
+    if form.pair is not None:
+        lines.append(KEY_RULE)
+    if form.quote:
+        lines += common_rules(_with_tokens(form.quote, tokens))
+    if not is_required:
+        schema = answer_schema and Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()
+        free = f"/{free_text.replace('/', chr(92) + '/')}/"
+        lines.append(f"other: %json {schema}" if schema else f"other: {free}")
+    return "\n".join(lines) + "\n"
+
+
+def _with_tokens(text: str, tokens: Mapping[str, int]) -> str:
+    """Return text in which the names of tokens mean these."""
+    known = sorted((name for name in tokens if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+    return (
+        " ".join(
+            f"<[{tokens[part]}]>" if part in tokens else _quoted(part) for part in parts if part
+        )
+        or '""'
+    )
+
+
+def _json(parameters: str) -> str:
+    return f"%json {json.dumps(_decoders(parameters) | {'x-guidance': _GUIDANCE})}"
+
+
+def harmony(
+    tools: Sequence[tuple[str, str]], *, is_required: bool, answer_schema: str | None
+) -> str:
+    """Return the Lark grammar of an answer of gpt-oss, whose prompt ends with a message's role.
+
+    The parameters are those of `tool_calls`. Any number of thoughts and of words before a call may
+    stand before the answer, which is a call or a message in the channel `final`.
+    """
+    names = [f"call_{i}" for i in range(len(tools))]
+    answers = names if is_required else [*names, "final"]
+    lines = [
+        f"start: before* ({' | '.join(answers)})",
+        'before: <|channel|> ("analysis" | "commentary") <|message|> TEXT <|end|> '
+        '<|start|> "assistant"',
+        "TEXT: /(?s:.*)/",
+    ]
+    for rule, (name, parameters) in zip(names, tools, strict=True):
+        to = f" to=functions.{name}"
+        lines += [
+            f'{rule}: ({_quoted(to)} <|channel|> "commentary" | <|channel|> '
+            f'{_quoted(f"commentary{to}")}) (" "? <|constrain|>? "json")? <|message|> {rule}_json',
+            f"{rule}_json: {_json(parameters)}",
+        ]
+    if not is_required:
+        lines.append('final: <|channel|> "final" <|message|> said')
+        schema = answer_schema and Grammar(GrammarKind.JSON_SCHEMA, answer_schema).source()
+        lines.append(f"said: %json {schema}" if schema else "said: TEXT")
+    return "\n".join(lines) + "\n"
+
+
+def behind_thought(answer: Grammar, marks: Names, is_open: bool) -> Grammar:
     """Return the grammar of an answer that may follow a thought.
 
-    answer      a schema, or Lark whose first rule is `start` and whose free text, if it has any,
-                does not begin with `begin`
-    begin, end  the marks around the thought, tokens of the vocabulary
-    is_open     the prompt ends inside of a thought, which the answer must end
+    answer   a schema, or Lark whose first rule is `start` and whose free text, if it has any, does
+             not begin with the first of `marks`, which are tokens of the vocabulary
+    is_open  the prompt ends inside of a thought, which the answer must end
     """
     is_schema = answer.kind is GrammarKind.JSON_SCHEMA
     lark = f"start: %json {answer.source()}\n" if is_schema else answer.text
+    begin = f"{marks.begin} {_quoted(marks.line)}" if marks.line else marks.begin
     lines = [
         f"start: thought{'' if is_open else '?'} answer",
         lark.replace("start:", "answer:", 1).rstrip(),
-        f"thought: {'' if is_open else begin} /(?s:.*)/ {end} /[ \\n]*/",
+        f"thought: {'' if is_open else begin} /(?s:.*)/ {marks.end} /[ \\n]*/",
     ]
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 

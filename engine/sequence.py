@@ -132,8 +132,8 @@ class Sequence:
         self.page_keys: PageKeys | None = None  # the scheduler's, which knows the page size
         self.page_table = array("i")
         self.num_dropped = 0
-        self.state: list[int] = []
-        self.state_before: list[int] = []
+        self.state = array("q")
+        self.state_before = array("q")
         self.borders: set[int] = set()
         self.adapter_key: AdapterKey = tuple((p.digest, p.weight) for p in request.adapters)
         self.digests = tuple(part.digest for part in request.adapters)
@@ -185,10 +185,15 @@ class Sequence:
         return self.page_table[self.num_dropped :]
 
     @property
-    def state_pages(self) -> list[int]:
+    def state_pages(self) -> array[int]:
         """The pages that it holds of states."""
         is_same = self.state_before is self.state
         return self.state if is_same else self.state + self.state_before
+
+    @property
+    def has_new_state(self) -> bool:
+        """Return whether its next step reads its state from other pages than it writes to."""
+        return bool(self.state) and self.state_before is not self.state
 
     @property
     def seed(self) -> int | None:

@@ -5,7 +5,8 @@ its `context_lens[s]` tokens; 1 new token is a decode, more are a prefill chunk.
 keys and values are already in the pages (`rope_kv_write`).
 
 `window` is a sliding window: a token attends to the last `window` tokens, itself included; None:
-to all.
+to all. `sinks` [H] are the scores of one more key of each head, which has no value; None: there is
+none. A GPU has no kernel for them.
 
 Sources: PagedAttention, arXiv:2309.06180; grouped-query attention, arXiv:2305.13245.
 """
@@ -28,6 +29,36 @@ def visible(first: int, context: int, first_key: int, window: int | None) -> tor
     return keys <= rows if window is None else (keys <= rows) & (keys > rows - window)
 
 
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    *,
+    is_grouped: bool = False,
+) -> torch.Tensor:
+    """q [B, H, n, D], k and v [B, K, N, D] -> [B, H, n, D]; differentiable in all three.
+
+    mask        bool, to [B, H, n, N]: where a token is attended to; None: causal, n is N
+    sinks       to [B, H, n, 1]
+    is_grouped  whether several heads of q share one of k
+    """
+    if sinks is not None:
+        if mask is None:
+            mask = visible(0, k.shape[2], 0, None).to(q.device)
+        # One more dimension, in which only the further key is not 0, holds the sink's score.
+        q = torch.cat((q, (sinks / scale).to(q.dtype).expand(*q.shape[:-1], 1)), dim=-1)
+        k, v = (functional.pad(each, (0, 1, 0, 1)) for each in (k, v))
+        k[..., -1, -1] = 1
+        mask = functional.pad(mask, (0, 1), value=True)
+    out = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )
+    return out if sinks is None else out[..., :-1]
+
+
 def paged_attention_ref(
     q: torch.Tensor,
     arena: torch.Tensor,
@@ -38,6 +69,7 @@ def paged_attention_ref(
     page_tables: torch.Tensor,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute every new token's attention over its sequence up to and including itself.
 
@@ -65,7 +97,11 @@ def paged_attention_ref(
         k, v = kv.repeat_interleave(groups, dim=1)  # [H, N, D]
         scores = torch.einsum("thd,hnd->htn", q[start:end].float(), k) * (scale * key_scale)
         seen = visible(context - (end - start), context, 0, window).to(q.device)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            further = sinks.float()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, further), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out[start:end] = (torch.einsum("htn,hnd->thd", weights, v) * value_scale).to(q.dtype)
     return out
 
@@ -81,6 +117,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     *,
+    sinks: torch.Tensor | None = None,
     max_new: int | None = None,
 ) -> torch.Tensor:
     """Compute every new token's attention over its sequence up to and including itself.
@@ -89,6 +126,7 @@ def paged_attention(
     waiting for the device to find that.
     """
     if use_triton(q):
+        assert sinks is None
         if max_new is None:
             max_new = int((query_start[1:] - query_start[:-1]).max())
         args = (q, arena, layout, layer, query_start, context_lens, page_tables, scale)
@@ -97,7 +135,7 @@ def paged_attention(
             attention_prefill_triton(*args, max_new=max_new, min_new=2, window=window, out=out)
         return out
     return paged_attention_torch(
-        q, arena, layout, layer, query_start, context_lens, page_tables, scale, window
+        q, arena, layout, layer, query_start, context_lens, page_tables, scale, window, sinks
     )
 
 
@@ -111,6 +149,7 @@ def paged_attention_torch(
     page_tables: torch.Tensor,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend on a CPU: all decodes in one batched call, each prefill chunk in its own."""
     out = torch.empty_like(q)
@@ -122,18 +161,19 @@ def paged_attention_torch(
             decodes.append(s)
         elif end > start:
             out[start:end] = _attend_chunk(
-                q[start:end], arena, layout, layer, page_tables[s], context, scale, window
+                q[start:end], arena, layout, layer, page_tables[s], context, scale, window, sinks
             )
     if decodes:
         if len(decodes) == len(contexts):  # a pure decode step: rows are already in order
             return _attend_decodes(
-                q, arena, layout, layer, context_lens, page_tables, scale, window
+                q, arena, layout, layer, context_lens, page_tables, scale, window, sinks
             )
         chosen = torch.tensor(decodes)
         rows = query_start[chosen].long()
         out[rows] = _attend_decodes(
-            q[rows], arena, layout, layer, context_lens[chosen], page_tables[chosen], scale, window
-        )
+            q[rows], arena, layout, layer, context_lens[chosen], page_tables[chosen], scale, window,
+            sinks,
+        )  # fmt: skip
     return out
 
 
@@ -164,6 +204,7 @@ def _attend_decodes(
     page_tables: torch.Tensor,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for q [S, H, D], one new token per sequence -> [S, H, D]."""
     num_pages = -(-int(context_lens.max()) // layout.page_size)
@@ -178,9 +219,8 @@ def _attend_decodes(
     keys[row, :, column] = 0
     values[row, :, column] = 0
     grouped = q.view(q.shape[0], layout.num_kv_heads, -1, layout.head_dim)
-    out = functional.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=valid[:, None, None, :], scale=scale
-    )
+    sinks = None if sinks is None else sinks.view(layout.num_kv_heads, -1, 1)
+    out = attend(grouped, keys, values, valid[:, None, None, :], scale, sinks)
     return out.reshape(q.shape)
 
 
@@ -193,6 +233,7 @@ def _attend_chunk(
     context: int,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for q [n, H, D], the last n tokens of one sequence -> [n, H, D]."""
     num_new, num_heads, _ = q.shape
@@ -206,12 +247,6 @@ def _attend_chunk(
     heads = q.transpose(0, 1).unsqueeze(0)  # [1, H, n, D]
     is_whole = num_new == context and (window is None or window >= context)
     mask = None if is_whole else visible(context - num_new, context, context - num_keys, window)
-    out = functional.scaled_dot_product_attention(
-        heads,
-        keys.repeat_interleave(groups, dim=1),
-        values.repeat_interleave(groups, dim=1),
-        attn_mask=mask,
-        is_causal=is_whole,
-        scale=scale,
-    )
+    k, v = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+    out = attend(heads, k, v, mask, scale, None if sinks is None else sinks[:, None, None])
     return out.squeeze(0).transpose(0, 1)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
-from kernels.attention import visible
+from kernels.attention import attend, visible
 from kernels.kv_pages import PageLayout
 from kernels.rope import Pairs
 
@@ -250,31 +249,35 @@ class CpuAttentionStep:
         self._block_rows = owner.arena.view(-1, layout.head_stride)
         self._scale = owner.scale
 
-    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, heads: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rotate, write KV, attend.
 
         heads  [T, H + 2 K, D] queries, keys and values as projected
+        sinks  [H], see `kernels.attention`
         -> [T, H * D]
         """
         layout, num_heads = self._layout, self._num_heads
         rotated = self._rotate(heads[:, : num_heads + layout.num_kv_heads], layer)
         values = heads[:, num_heads + layout.num_kv_heads :]
-        kv = torch.cat((rotated[:, num_heads:], values), dim=1).view(-1, layout.head_dim)
-        rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
-        self._token_rows.index_copy_(0, rows, kv)
+        if heads.shape[1] > num_heads:  # else the keys and values are an earlier layer's
+            kv = torch.cat((rotated[:, num_heads:], values), dim=1).view(-1, layout.head_dim)
+            rows = self._kv_rows + layer * (layout.layer_stride // layout.head_dim)
+            self._token_rows.index_copy_(0, rows, kv)
         q = rotated[:, :num_heads]
         if self._growth is not None:
             q = q * self._growth
         decodes, chunks = self._work[self._windows[layer]]
         if len(decodes) == 1 and decodes[0].rows is None:
-            return self._attend_decodes(q, decodes[0], layer)
+            return self._attend_decodes(q, decodes[0], layer, sinks)
         out = heads.new_empty(heads.shape[0], num_heads * layout.head_dim)
         for group in decodes:
             assert group.rows is not None
-            out[group.rows] = self._attend_decodes(q[group.rows], group, layer)
+            out[group.rows] = self._attend_decodes(q[group.rows], group, layer, sinks)
         for chunk in chunks:
             out[chunk.start : chunk.end] = self._attend_chunk(
-                q[chunk.start : chunk.end], chunk, layer
+                q[chunk.start : chunk.end], chunk, layer, sinks
             )
         return out
 
@@ -297,39 +300,33 @@ class CpuAttentionStep:
         gathered = self._block_rows.index_select(0, index)
         return gathered.view(*blocks.shape[:3], -1, self._layout.head_dim)
 
-    def _attend_decodes(self, q: torch.Tensor, group: _Decodes, layer: int) -> torch.Tensor:
+    def _attend_decodes(
+        self, q: torch.Tensor, group: _Decodes, layer: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """q [S, H, D] -> [S, H * D]."""
         kv = self._gather(group.blocks, layer)
         # Values past a sequence's end are not its own and may not be finite: 0 * NaN is NaN.
         kv.view(-1, self._layout.head_dim).index_fill_(0, group.padding, 0.0)
         grouped = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
-        out = functional.scaled_dot_product_attention(
-            grouped, kv[0], kv[1], attn_mask=group.mask, scale=self._scale
-        )
+        sinks = None if sinks is None else sinks.view(self._layout.num_kv_heads, -1, 1)
+        out = attend(grouped, kv[0], kv[1], group.mask, self._scale, sinks)
         return out.reshape(len(q), -1)
 
-    def _attend_chunk(self, q: torch.Tensor, chunk: _Chunk, layer: int) -> torch.Tensor:
+    def _attend_chunk(
+        self, q: torch.Tensor, chunk: _Chunk, layer: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """q [n, H, D] -> [n, H * D]."""
         kv = self._gather(chunk.blocks, layer)[:, :, :, : chunk.num_keys]
         if chunk.is_short:
             num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
             grouped = q.view(len(q), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-            out = functional.scaled_dot_product_attention(
-                grouped.reshape(1, num_kv_heads, -1, head_dim),
-                kv[0],
-                kv[1],
-                attn_mask=chunk.mask,
-                scale=self._scale,
-            )
+            if sinks is not None:
+                sinks = sinks.view(num_kv_heads, -1, 1).repeat_interleave(len(q), dim=1)
+            grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)
+            out = attend(grouped, kv[0], kv[1], chunk.mask, self._scale, sinks)
             out = out.view(num_kv_heads, -1, len(q), head_dim).permute(2, 0, 1, 3)
             return out.reshape(len(q), -1)
         k, v = kv.repeat_interleave(self._num_heads // self._layout.num_kv_heads, dim=2)
-        out = functional.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            k,
-            v,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=self._scale,
-        )
+        sinks = None if sinks is None else sinks[:, None, None]
+        out = attend(q.transpose(0, 1).unsqueeze(0), k, v, chunk.mask, self._scale, sinks)
         return out.squeeze(0).transpose(0, 1).reshape(len(q), -1)

@@ -23,7 +23,7 @@ from torch.nn import functional
 # Tokens whose values are found together.
 _CHUNK = 64
 # Number added to the square of a key's length before its root divides the key.
-_EPS = 1e-6
+EPS = 1e-6
 
 
 class DeltaShape(NamedTuple):
@@ -201,7 +201,7 @@ def _chunk(
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def groups_of(

@@ -7,6 +7,7 @@ llama3   trims contents, knows tools, a date; the end of a turn is not the end o
 mistral  no generation prompt; the system's message is in the last user's; alternating roles
 qwen2    tools in the system's message; results of tools one behind the other are one turn
 qwen3    thoughts of earlier turns are left out, and an empty thought before the last answer
+harmony  messages with channels, and thoughts under another name; an end of a call of its own
 spaces   no special token at all, so that tokens reach over the end of the prompt
 """
 
@@ -18,6 +19,11 @@ from pathlib import Path
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>"),
     *("<|eot|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[RESULTS]"),
+)
+#: Tokens of harmony alone: with them, answers have channels.
+HARMONY = (
+    *("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
 )
 
 _CHATML = (
@@ -91,6 +97,22 @@ _QWEN3 = (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_HARMONY = (
+    "{% if tools %}<|start|>developer<|message|># Tools\n{% for t in tools %}{{ t | tojson }}\n"
+    "{% endfor %}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|>{% endif %}{% set call = m.tool_calls[0].function %}<|start|>assistant "
+    "to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+    "{{ call.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>"
+    "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "{% endif %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 _SPACES = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -103,15 +125,29 @@ TEMPLATES = {
     "mistral": (_MISTRAL, "<s>", "</s>"),
     "qwen2": (_QWEN2, "<|endoftext|>", "<|im_end|>"),
     "qwen3": (_QWEN3, "<|endoftext|>", "<|im_end|>"),
+    "harmony": (_HARMONY, "<|endoftext|>", "<|return|>"),
     "spaces": (_SPACES, "<s>", "</s>"),
 }
 
 
-def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path:
-    """Write the files of a base model that text needs."""
+def write_tokenizer(
+    folder: Path,
+    template: str,
+    *,
+    context: int = 2048,
+    model_type: str = "",
+    source: str = "",
+    special: tuple[str, ...] = (),
+) -> Path:
+    """Write the files of a base model that text needs.
+
+    source   of another chat template than the named one's
+    special  further special tokens
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    source, begin, end = TEMPLATES[template]
+    own, begin, end = TEMPLATES[template]
+    source = source or own
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,7 +155,7 @@ def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path
         ["system user assistant: hello world,  how are you? \n\n <tool_call> {} </think>"] * 3,
         trainers.BpeTrainer(
             vocab_size=420,
-            special_tokens=list(SPECIAL),
+            special_tokens=[*SPECIAL, *special, *(HARMONY if template == "harmony" else ())],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
@@ -131,5 +167,6 @@ def write_tokenizer(folder: Path, template: str, *, context: int = 2048) -> Path
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": source, "bos_token": begin, "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    config = {"max_position_embeddings": context, "model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -93,6 +93,7 @@ SLOW = (
     "worker/grammar/test_grammars.py",
     "engine/execution/test_arena.py",
     "engine/execution/test_gpu_families.py",
+    "engine/execution/test_gpu_delta.py",
     "engine/execution/test_ahead.py",
     "engine/execution/test_gpu_model.py",
     "engine/execution/test_masks_ahead.py",

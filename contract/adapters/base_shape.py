@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from contract.adapters.families import (
     DELTA_IN,
     DELTA_OUT,
     DELTA_SIZES,
     FUSED,
+    MLP,
     QKV,
+    STACKED,
+    Facts,
     O,
     facts_of,
     has_images,
     text_config,
 )
+from contract.layer_shapes import gemma4_shapes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experts(NamedTuple):
+    """A base's experts: their number in a layer, the width of each, and the layers with them."""
+
+    num: int
+    inner: int
+    layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseShape:
     """The matrices of a base model that an adapter may change.
 
@@ -29,12 +42,16 @@ class BaseShape:
     linears          self_attn.q_proj … mlp.down_proj -> (in, out)
     delta_linears    the same of layers with a gated delta net
     delta_layers     these layers
+    own_linears      the same of layers whose linears differ from those of the first
     hidden, vocab    sizes of the embedding and of the last matrix
     is_tied          those two are one, by the base's config
     biased           the linears that add a bias
     fuses            linears that the base has as one; adapters may name either
     has_images       it is the text model of one that sees images, or has its names: tensors
                      and adapters may say language_model
+    experts          None: there are none
+    expert_form      how an adapter names their matrices: all of a layer as one, or each; None: it
+                     does not change them
     """
 
     num_layers: int
@@ -49,10 +66,38 @@ class BaseShape:
     has_images: bool = False
     delta_linears: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     delta_layers: tuple[int, ...] = ()
+    own_linears: Mapping[int, Mapping[str, tuple[int, int]]] = dataclasses.field(
+        default_factory=dict
+    )
+    experts: Experts | None = None
+    expert_form: Literal["stacked", "apart"] | None = None
 
     def linears_of(self, layer: int) -> Mapping[str, tuple[int, int]]:
         """Return the linears of a layer, in the model's order."""
-        return self.delta_linears if layer in self.delta_layers else self.linears
+        linears = self.own_linears.get(layer, self.linears)
+        if layer in self.delta_layers:
+            linears = self.delta_linears
+        if self.experts is None or layer not in self.experts.layers:
+            return linears
+        return {**linears, **self._expert_linears}
+
+    @functools.cached_property
+    def _expert_linears(self) -> Mapping[str, tuple[int, int]]:
+        assert self.experts is not None
+        into, out = (self.hidden, self.experts.inner), (self.experts.inner, self.hidden)
+        if self.expert_form == "stacked":
+            return dict(zip(STACKED, ((into[0], 2 * into[1]), out), strict=True))
+        names = [name.removeprefix("mlp.") for name in MLP]
+        return {
+            f"mlp.experts.{expert}.{name}": widths
+            for expert in range(self.experts.num if self.expert_form else 0)
+            for name, widths in zip(names, (into, into, out), strict=True)
+        }
+
+    def num_stacked(self, module: str) -> int:
+        """Return the number of experts whose matrices a module is; 1: it is one matrix."""
+        is_stack = self.experts is not None and module.endswith(STACKED)
+        return self.experts.num if self.experts is not None and is_stack else 1
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""
@@ -90,6 +135,8 @@ class BaseShape:
         widths = [(hidden, gated), (hidden, keys), (hidden, keys), (queries, hidden)]
         mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
         mlp = mlp[: len(facts.mlp)]
+        linears = dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True))
+        of_layers = _linears(config, hidden, num_heads) if facts.has_shapes else [linears]
         delta_layers, delta = facts.delta_layers(config), _delta_widths(config, hidden) + mlp
         return cls(
             num_layers=_size(config, "num_hidden_layers"),
@@ -101,12 +148,33 @@ class BaseShape:
             biased=facts.biased(config),
             fuses=facts.fuses,
             has_images=has_images(outer) or facts.has_image_names,
-            linears=dict(zip((*QKV, *O, *facts.mlp), widths + mlp, strict=True)),
+            linears=of_layers[0],
+            own_linears={i: own for i, own in enumerate(of_layers) if own != of_layers[0]},
             delta_linears=dict(zip((DELTA_OUT, *DELTA_IN, *facts.mlp), delta, strict=True))
             if delta_layers
             else {},
             delta_layers=delta_layers,
+            experts=_experts(config, facts),
         )
+
+
+def _experts(config: Mapping[str, Any], facts: Facts) -> Experts | None:
+    if facts.experts is None:
+        return None
+    num = _size(config, "num_experts", _size(config, "num_local_experts", facts.experts[0]))
+    inner = _size(config, "moe_intermediate_size", facts.experts[1])
+    return Experts(num, inner, facts.expert_layers(config))
+
+
+def _linears(
+    config: Mapping[str, Any], hidden: int, num_heads: int
+) -> list[dict[str, tuple[int, int]]]:
+    """Return each layer's linears -> (in, out), where layers have several shapes."""
+    names = (*QKV, *O, *MLP)
+    widths = (shape.widths(hidden, num_heads) for shape in gemma4_shapes(config))
+    return [
+        {name: pair for name, pair in zip(names, each, strict=True) if pair[1]} for each in widths
+    ]
 
 
 def _delta_widths(config: Mapping[str, Any], hidden: int) -> list[tuple[int, int]]:

@@ -56,6 +56,10 @@ class Facts:
     inner     the field of config.json with that MLP's width
     delta_interval  every such layer has attention and the others have a gated delta net, where
               config.json does not say; None: all have attention
+    experts   their number in a layer and their width, where config.json has none; None: there are
+              none
+    calls     the forms in which its models may write calls of tools, see `engine.text.call_formats`
+    has_shapes  whether layers have several shapes, as `contract.layer_shapes` says
     """
 
     head_dim: int | None = None
@@ -67,7 +71,16 @@ class Facts:
     mlp: tuple[str, ...] = MLP
     inner: str = "intermediate_size"
     delta_interval: int | None = None
+    experts: tuple[int, int] | None = None
+    calls: tuple[str, ...] = ()
+    has_shapes: bool = False
     biases: tuple[Bias, ...] = ()
+
+    def expert_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the layers that have experts in the place of one MLP."""
+        step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or ()
+        layers = range(config["num_hidden_layers"] if self.experts is not None else 0)
+        return tuple(i for i in layers if i not in dense and (i + 1) % (step or 1) == 0)
 
     def delta_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the layers that have a gated delta net. Raises ValueError for other types."""
@@ -96,20 +109,24 @@ class Facts:
 
 
 GATE_UP = MLP[:2]
+#: The matrices of all experts of a layer, stacked: gate and up side by side, and down.
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 #: The module that such linears are.
 FUSED = {QKV: "self_attn.qkv_proj", GATE_UP: "mlp.gate_up_proj"}
 
 _ATTENTION = Bias(linears=QKV + O, field="attention_bias")
+_MISTRAL = ("mistral_args", "mistral_3", "mistral")
+_QWEN = ("qwen3_5",)
 _MLP = Bias(linears=MLP, field="mlp_bias")
 
 #: model_type -> its facts
 FAMILIES = {
-    "llama": Facts(biases=(_ATTENTION, _MLP)),
-    "mistral": Facts(),
+    "llama": Facts(calls=("llama",), biases=(_ATTENTION, _MLP)),
+    "mistral": Facts(calls=_MISTRAL),
     "qwen2": Facts(biases=(Bias(linears=QKV),)),
     "qwen3": Facts(head_dim=128, biases=(_ATTENTION,)),
     "smollm3": Facts(is_tied=True, biases=(_ATTENTION, _MLP)),
-    "granite": Facts(biases=(_ATTENTION, _MLP)),
+    "granite": Facts(calls=("granite",), biases=(_ATTENTION, _MLP)),
     "phi3": Facts(fuses=(QKV, GATE_UP)),
     "olmo2": Facts(biases=(_ATTENTION,)),
     "gemma3_text": Facts(
@@ -135,10 +152,11 @@ FAMILIES = {
             _MLP,
         ),
     ),
-    "ministral3": Facts(head_dim=128),
+    "ministral3": Facts(head_dim=128, calls=_MISTRAL),
     "exaone4": Facts(),
     "glm4": Facts(
         head_dim=128,
+        calls=("glm4",),
         biases=(Bias(linears=QKV, field="attention_bias", default=True),),
         fuses=(GATE_UP,),
     ),
@@ -149,6 +167,7 @@ FAMILIES = {
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         biases=(_ATTENTION,),
         defaults={
             "vocab_size": 248320,
@@ -161,14 +180,38 @@ FAMILIES = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "qwen3_moe": Facts(mlp=(), biases=(_ATTENTION,)),
+    "qwen3_moe": Facts(mlp=(), calls=_QWEN, experts=(128, 768), biases=(_ATTENTION,)),
+    "gemma4_text": Facts(
+        head_dim=256,
+        is_tied=True,
+        has_image_names=True,
+        calls=("gemma4",),
+        has_shapes=True,
+        defaults={
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "gpt_oss": Facts(
+        head_dim=64,
+        mlp=(),
+        biases=(Bias(linears=QKV + O, field="attention_bias", default=True),),
+    ),
     "qwen3_5_moe_text": Facts(
         head_dim=256,
         is_gated=True,
         has_image_names=True,
         delta_interval=4,
+        calls=_QWEN,
         mlp=SHARED,
         inner="shared_expert_intermediate_size",
+        experts=(256, 512),
         biases=(_ATTENTION,),
         defaults={
             "vocab_size": 248320,
@@ -186,6 +229,7 @@ FAMILIES = {
 #: model_type of a model that sees images -> that of its text model where text_config does not say.
 WITH_IMAGES = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

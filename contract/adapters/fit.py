@@ -7,11 +7,11 @@ for is there, and every shape fits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from contract.adapters.base_shape import EMBEDDING, HEAD, BaseShape
 from contract.adapters.draft_heads import DraftHead, fit_heads, is_head_tensor, medusa_problem
-from contract.adapters.families import FUSED
+from contract.adapters.families import FUSED, STACKED
 from contract.adapters.fit_causes import (
     Faults,
     Shape,
@@ -20,7 +20,13 @@ from contract.adapters.fit_causes import (
     vocabulary_problem,
 )
 from contract.adapters.peft_config import FILE as CONFIG_FILE
-from contract.adapters.peft_config import SAVE_FIELD, TOKENS_FIELD, AdaptedModules, LoraConfig
+from contract.adapters.peft_config import (
+    SAVE_FIELD,
+    TOKENS_FIELD,
+    AdaptedModules,
+    LoraConfig,
+    is_listed,
+)
 from contract.adapters.problems import AdapterProblems, Problem, shown
 from contract.adapters.safetensors_header import FILE as TENSORS_FILE
 from contract.adapters.tensor_names import (
@@ -53,6 +59,8 @@ class AdaptedMatrix:
     b_name     B [out, rank]
     magnitude  [out], of DoRA; None: plain LoRA
     bias       [out], added to B A x before it is scaled; None: there is none
+    num_stacked  X experts whose matrices these are: A [X * rank, in] has one after another, B
+                 [out, rank * X] every X-th column
     """
 
     rank: int
@@ -61,6 +69,7 @@ class AdaptedMatrix:
     b_name: str
     magnitude: str | None
     bias: str | None
+    num_stacked: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +107,34 @@ def fit_adapter(config: LoraConfig, shapes: Mapping[str, Shape], base: BaseShape
     shapes  tensor name -> its shape
     Raises AdapterProblems with everything that does not fit.
     """
-    keys = (key_of(name) for name in shapes)
-    if base.fuses and any(key is not None and _is_fused(key) for key in keys):
+    return _Fitting(config, shapes, base_for(config, shapes, base)).result()
+
+
+def base_for(config: LoraConfig, names: Iterable[str], base: BaseShape) -> BaseShape:
+    """Return the base with its matrices as the adapter names them.
+
+    names  of the tensors in the file
+    """
+    keys = [key for name in names if (key := key_of(plain(name, spelling_of([name]))))]
+    if base.fuses and any(map(_is_fused, keys)):
         base = base.fused()
-    return _Fitting(config, shapes, base).result()
+    if base.experts is None:
+        return base
+    if config.target_parameters:
+        return dataclasses.replace(base, expert_form="stacked")
+    # PEFT stacks single experts' of families that had them so, which none with a shared one had.
+    is_apart = any(map(_is_of_one_expert, keys)) and not any(
+        "mlp." in each for each in base.linears
+    )
+    return dataclasses.replace(base, expert_form="apart") if is_apart else base
+
+
+def _is_of_one_expert(key: Key) -> bool:
+    return ".mlp.experts." in key[0] and not key[0].endswith(".base_layer")
+
+
+def _is_stack(module: str) -> bool:
+    return module.endswith(STACKED)
 
 
 def _is_fused(key: Key) -> bool:
@@ -136,21 +169,46 @@ class _Fitting:
         self._modules = {module: layer for module, layer, _ in base.modules()}
         self._way = spelling_of(self._shapes) if base.has_images else ""
         self._adapted = self._over(config)
+        #: Where PEFT puts an expert stack's tensors -> the stack
+        self._stacks = self._stacks_of(self._adapted.targets)
         self._is_tied = config.ensure_weight_tying and base.is_tied
 
     def _over(self, config: LoraConfig) -> AdaptedModules:
         """Return what the config adapts; its patterns see names as the file spells them."""
         ways = {spelled(module, self._way): module for module in self._modules}
         found = config.over({way: self._modules[module] for way, module in ways.items()})
+        # A parameter counts by its name alone: layers and exclude_modules are of modules.
+        named = frozenset(config.target_parameters)
+        stacks = {way for way, module in ways.items() if _is_stack(module)}
+        parameters = {way for way in stacks if is_listed(way, named)}
+        for name in sorted(named):
+            if any(is_listed(stack, frozenset((name,))) for stack in stacks):
+                continue
+            known = " and ".join(STACKED) if stacks else "none"
+            message = f"{shown(name)} cannot be adapted; of the base model these can: {known}"
+            self._complain("target_parameters", message)
         return dataclasses.replace(
             found,
-            targets=frozenset(ways[name] for name in found.targets),
+            targets=frozenset(ways[name] for name in found.targets - stacks | parameters),
             ranks={ways[name]: rank for name, rank in found.ranks.items()},
             alphas={ways[name]: alpha for name, alpha in found.alphas.items()},
         )
 
+    def _stacks_of(self, targets: frozenset[str]) -> dict[str, str]:
+        """PEFT wraps gate and up of all experts first, and then that with down.
+
+        Source: _inject_parameters in peft/tuners/tuners_utils.py.
+        """
+        found = {}
+        for module in filter(_is_stack, targets):
+            experts, _, name = module.rpartition(".")
+            is_inner = name == "gate_up_proj" and f"{experts}.down_proj" in targets
+            found[f"{experts}.base_layer" if is_inner else experts] = module
+        return found
+
     def result(self) -> FittedAdapter:
         self._check_targets()
+        self._check_experts()
         self._check_biases()
         rows = self._new_rows()
         found = self._found()
@@ -191,6 +249,36 @@ class _Fitting:
             names = ", ".join(dict.fromkeys(module.split(".")[-1] for module in self._modules))
             message = "it names no module that can be adapted and that exclude_modules leaves"
             self._complain("target_modules", f"{message}; these can: {names}")
+
+    def _check_experts(self) -> None:
+        """Refuse what experts cannot have, and what versions of PEFT read in different ways."""
+        config, base, adapted = self._config, self._base, self._adapted
+        if base.experts is None or base.expert_form is None:
+            return
+        for field in ("use_dora", "lora_bias"):
+            if getattr(config, field):
+                self._complain(field, "it is not supported over experts: train without it")
+        if base.expert_form == "stacked":
+            for module, layer, (into, out) in base.modules():
+                if module in adapted.targets and layer is not None and _is_stack(module):
+                    if into == out:
+                        message = "versions of PEFT write it in one shape, and mean two matrices"
+                        self._complain("target_parameters", f"{module}: {message}: do not train it")
+                        break
+            return
+        experts = {module for module in adapted.targets if ".mlp.experts." in module}
+        if config.use_rslora:
+            message = "PEFT scales experts otherwise once it has stacked them: train without it"
+            self._complain("use_rslora", message)
+        for field, own in (("rank_pattern", adapted.ranks), ("alpha_pattern", adapted.alphas)):
+            if odd := next(iter(sorted(experts & own.keys())), None):
+                message = f"PEFT leaves it out for {odd} once it has stacked experts: remove it"
+                self._complain(field, message)
+        gates = {module.removesuffix("gate_proj") for module in experts if "gate_proj" in module}
+        ups = {module.removesuffix("up_proj") for module in experts if "up_proj" in module}
+        if gates != ups:
+            message = "experts have gate_proj and up_proj as one matrix: name both or neither"
+            self._complain("target_modules", message)
 
     def _check_biases(self) -> None:
         """Refuse trained biases of the base, which are not applied, unless the base has none."""
@@ -241,7 +329,7 @@ class _Fitting:
                 self._faults.add_alike(medusa, "medusa")
             elif key is None:
                 self._complain_of(name, name_problem(name), "name")
-            elif key in found:
+            elif (key := (self._stacks.get(key[0], key[0]), key[1])) in found:
                 self._complain_of(name, f"it repeats {found[key]}, under another name", "twice")
             else:
                 found[key] = name
@@ -266,6 +354,7 @@ class _Fitting:
             if module in rows.saved or named not in targets:
                 continue
             rank, (a, b) = self._adapted.rank(module), matrices(module)
+            rank *= self._base.num_stacked(module)
             wanted |= {(module, a): (rank, width_in), (module, b): (width_out, rank)}
             if self._config.use_dora:
                 wanted[module, MAGNITUDE] = (width_out,)
@@ -333,7 +422,10 @@ class _Fitting:
             message = f"it is of layer {layer}; the base model has 0 to {last}"
             self._complain_of(name, message, "layer")
         elif layer.isdecimal() and linear not in self._base.linears_of(int(layer)):
-            self._complain_of(name, f"the base model has no linear {shown(linear)}", "linear")
+            message = f"the base model has no linear {shown(linear)}"
+            if linear.startswith("mlp.experts") and self._base.experts is not None:
+                message = "it is of experts, whose matrices target_parameters has to name: train so"
+            self._complain_of(name, message, "linear")
         elif part in (ROWS, BESIDE_ROWS):
             self._complain_of(name, f"{TOKENS_FIELD} does not name its module", part)
         elif part in (SAVED_AGAIN, BESIDE_SAVED):
@@ -364,7 +456,9 @@ class _Fitting:
         for module, part in wanted:
             if module in there and (module, part) not in found:
                 message = "it is missing, and its counterpart is there: save the adapter again"
-                self._complain_of(f"{PREFIX}{module}.{part}", message, "missing")
+                places = {stack: place for place, stack in self._stacks.items()}
+                name = f"{PREFIX}{places.get(module, module)}.{part}"
+                self._complain_of(name, message, "missing")
         for module, part in rows.shapes:
             if (module, part) not in found:
                 field = SAVE_FIELD if part == MATRIX else TOKENS_FIELD
@@ -380,4 +474,5 @@ class _Fitting:
             b_name=found[module, b],
             magnitude=found.get((module, MAGNITUDE)),
             bias=found.get((module, BIAS)),
+            num_stacked=self._base.num_stacked(module),
         )

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from contract.adapters.base_shape import EMBEDDING, HEAD
+from contract.adapters.families import STACKED
 from contract.adapters.peft_config import FILE as CONFIG_FILE
 from contract.adapters.peft_config import AdaptedModules
 from contract.adapters.problems import Problem, shown
@@ -101,6 +102,8 @@ def rank_problem(
     ranks: dict[str, int] = {}
     for module, _ in unfit:
         a, b = ((module, part) for part in matrices(module))
+        if module.endswith(STACKED):
+            continue  # its tensors have the ranks of all experts
         if a in unfit and b in unfit and len(unfit[a]) == len(unfit[b]) == 2:
             rank = unfit[a][0]
             if (unfit[a], unfit[b]) == ((rank, needed[a][1]), (needed[b][0], rank)):

@@ -73,6 +73,7 @@ class LoraConfig:
     """The fields of an adapter_config.json that decide the adapter's effect.
 
     target_modules  names or an expression; None if missing
+    target_parameters  names of experts' stacked matrices
     layers          None: all
     saved           modules that are replaced whole, by their dotted paths
     token_ids       module -> the tokens whose rows are replaced
@@ -87,6 +88,7 @@ class LoraConfig:
     ensure_weight_tying: bool
     bias: str
     target_modules: tuple[str, ...] | Pattern | None
+    target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | Pattern
     layers: frozenset[int] | None
     rank_pattern: Sequence[tuple[Pattern, int]]
@@ -163,10 +165,10 @@ def _matching(
     if isinstance(wanted, Pattern):
         return names.whole(wanted)
     listed = frozenset(wanted)
-    return frozenset(module for module in modules if listed and _is_listed(module, listed))
+    return frozenset(module for module in modules if listed and is_listed(module, listed))
 
 
-def _is_listed(module: str, names: frozenset[str]) -> bool:
+def is_listed(module: str, names: frozenset[str]) -> bool:
     tail, dot = module, "."
     while dot:
         if tail in names:
@@ -213,6 +215,7 @@ def read_config(raw: Mapping[str, Any], limits: Limits) -> LoraConfig:
         bias=raw.get("bias", "none"),
         layers=reader.layers(),
         target_modules=reader.target_modules(),
+        target_parameters=reader.target_parameters(),
         exclude_modules=reader.modules("exclude_modules") if raw.get("exclude_modules") else (),
         rank_pattern=reader.patterns("rank_pattern", reader.rank),
         alpha_pattern=reader.patterns("alpha_pattern", reader.alpha),
@@ -280,8 +283,14 @@ class _Reader:
             self._complain(field, f"it is {shown(value)}, neither true nor false")
         return value is True
 
+    def target_parameters(self) -> tuple[str, ...]:
+        value = self._raw.get("target_parameters")
+        return self._names("target_parameters", value, "a parameter") if value else ()
+
     def target_modules(self) -> tuple[str, ...] | Pattern | None:
         value = self._raw.get("target_modules")
+        if not value and self._raw.get("target_parameters"):
+            return ()
         if value is None and not self._limits.is_strict:
             return None
         if isinstance(value, str):
@@ -301,10 +310,16 @@ class _Reader:
         if not isinstance(value, list) or not value:
             self._complain(field, "it must be a list of module names or a regular expression")
             return ()
+        return self._names(field, value, "a module")
+
+    def _names(self, field: str, value: Any, of: str) -> tuple[str, ...]:
+        if not isinstance(value, list):
+            self._complain(field, f"it must be a list of names of {of.split()[1]}s")
+            return ()
         for name in value:
             is_name = isinstance(name, str)
             if not is_name or (self._limits.is_strict and not _PLAIN_NAME.fullmatch(name)):
-                self._complain(field, f"{shown(name)} is not a module's name")
+                self._complain(field, f"{shown(name)} is not {of}'s name")
                 return ()
         return tuple(dict.fromkeys(value))
 

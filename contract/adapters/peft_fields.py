@@ -15,7 +15,7 @@ HONOURED = frozenset({
     "peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "use_dora", "lora_bias", "ensure_weight_tying", "modules_to_save",
-    "trainable_token_indices",
+    "trainable_token_indices", "target_parameters",
 })  # fmt: skip
 # They say how the adapter was trained, or where its base came from: `base_model_name_or_path` is
 # a claim, never something to fetch. An initialisation's own stay when PEFT converts to plain LoRA.
@@ -35,7 +35,6 @@ _RETRAIN = "it is not supported: train without it"
 REFUSED = {
     "megatron_config": "it does nothing to this base model, and PEFT needs Megatron to read it: "
     "remove the key",
-    "target_parameters": "it is not supported: name linear layers in target_modules",
 } | dict.fromkeys(
     ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config",
      "monteclora_config", "use_bdlora", "use_qalora", "velora_config", "enable_lora",

@@ -24,7 +24,8 @@ Key = tuple[str, str]  # (a module's dotted path, which of its tensors)
 
 _MODULE = (
     r"(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\."
-    r"(?:self_attn|linear_attn|mlp(?:\.shared_expert)?)\.(?!experts\.)[a-z_]+"
+    r"(?:(?:self_attn|linear_attn|mlp(?:\.shared_expert)?)\.(?!experts\.)[a-z_]+"
+    r"|mlp\.experts\.(?:0|[1-9][0-9]{0,3})\.[a-z_]+|mlp\.experts(?:\.base_layer)?)"
     r"|model\.embed_tokens|lm_head)"
 )
 _TENSOR_NAME = re.compile(
@@ -103,8 +104,6 @@ def name_problem(name: str) -> str:
         for right in (f"{PREFIX}{inner}{tail}", f"{PREFIX}{inner}{tail}".replace(".default", "")):
             if key_of(right) is not None:
                 return f"PEFT does not read a tensor of this name: rename it to {right}"
-    if ".mlp.experts." in name:
-        return "LoRA of routed experts is not supported: train other linears"
     if name.endswith((".lora_a", ".lora_b")):
         return MLX_ADAPTER
     return "it is not a tensor of LoRA or DoRA of a module that can be adapted: leave it out"

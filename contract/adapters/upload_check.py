@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from contract.adapters.base_shape import BaseShape
-from contract.adapters.fit import FittedAdapter, fit_adapter
+from contract.adapters.families import STACKED
+from contract.adapters.fit import FittedAdapter, base_for, fit_adapter
 from contract.adapters.peft_config import (
     FILE,
     MAX_RANK,
@@ -70,13 +71,15 @@ def check_adapter(
     lora = tensors = fitted = None
     try:
         lora = read_config(load_json(config, limits.max_bytes), limits)
-        problems += _unknown_targets(lora, base)
     except AdapterProblems as found:
         problems += found.problems
     try:
         tensors = read_header(start, file_bytes, UPLOAD_MAX_BYTES)
     except AdapterProblems as found:
         problems += found.problems
+    if lora is not None:
+        names = [tensor.name for tensor in tensors or ()]
+        problems += _unknown_targets(lora, base_for(lora, names, base))
     if lora is not None and tensors is not None:
         try:
             fitted = fit_adapter(lora, {tensor.name: tensor.shape for tensor in tensors}, base)
@@ -90,7 +93,7 @@ def check_adapter(
 def _unknown_targets(lora: LoraConfig, base: BaseShape) -> list[Problem]:
     """Report names in target_modules that the base does not have: PEFT ignores them."""
     shapes = (base, base.fused()) if base.fuses else (base,)
-    modules = [module for shape in shapes for module, _, _ in shape.modules()]
+    modules = [each for of in shapes for each, _, _ in of.modules() if not each.endswith(STACKED)]
     known = ", ".join(dict.fromkeys(module.split(".")[-1] for module in modules))
     return [
         Problem(

@@ -1,8 +1,8 @@
 """Read the calls of tools in a model's text while it is written. Standard library only.
 
-A worker's grammar makes the model keep this form (`worker/grammar/calls.py`): each call is between
-`CALL_BEGIN` and `CALL_END`, a JSON object of the function's name and then its arguments. An answer
-that begins otherwise has no calls. The gateway shows the calls as they are read here, and the
+A worker's grammar makes the model keep this form (`worker/grammar/answers.py`), or the worker
+rewrites what gpt-oss writes: each call is between `CALL_BEGIN` and `CALL_END`, a JSON object of the
+function's name and then its arguments. The gateway shows the calls as they are read here, and the
 worker checks them so.
 """
 
@@ -70,6 +70,35 @@ class Piece:
     call_id: str | None = None
 
 
+class ObjectEnd:
+    """Finds the end of a JSON object whose text comes in pieces.
+
+    is_found  whether it has ended
+    """
+
+    def __init__(self) -> None:
+        self.is_found = False
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+
+    def find(self, text: str) -> int:
+        """Return where in `text`, the next piece, the object ends; its length, if it does not."""
+        for at, character in enumerate(text):
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or character != '"'
+                self._is_escaped = character == "\\" and not self._is_escaped
+            elif character == '"':
+                self._is_in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.is_found = True
+                    return at + 1
+        return len(text)
+
+
 class CallReader:
     """Reads one choice's text. `num_calls`: those whose names are known."""
 
@@ -77,8 +106,7 @@ class CallReader:
         self.num_calls = 0
         self._unread = ""
         self._state = self._at_start
-        self._depth = 0
-        self._is_in_string = self._is_escaped = False
+        self._arguments = ObjectEnd()
 
     def feed(self, text: str) -> list[Piece]:
         """Return what more text adds; the text's end is held back if it may be part of a mark."""
@@ -118,35 +146,19 @@ class CallReader:
             return  # the arguments' first character decides where the blanks end
         self._unread = self._unread[head.end() :]
         self.num_calls += 1
-        self._depth, self._is_in_string, self._is_escaped = 0, False, False
+        self._arguments = ObjectEnd()
         self._state = self._in_arguments
         call_id = f"call_{secrets.token_hex(12)}"
         yield Piece("", call=self.num_calls - 1, name=head[1], call_id=call_id)
 
     def _in_arguments(self) -> Iterator[Piece]:
         text = self._unread
-        end = self._end_of_arguments(text)
+        end = self._arguments.find(text)
         piece, self._unread = text[:end], text[end:]
         if piece:
             yield Piece(piece, call=self.num_calls - 1)
-        if end < len(text) or (piece and self._depth == 0):
+        if self._arguments.is_found:
             self._state = self._after_arguments
-
-    def _end_of_arguments(self, text: str) -> int:
-        """Return where in `text` the object of arguments ends."""
-        for at, character in enumerate(text):
-            if self._is_in_string:
-                self._is_in_string = self._is_escaped or character != '"'
-                self._is_escaped = character == "\\" and not self._is_escaped
-            elif character == '"':
-                self._is_in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        return len(text)
 
     def _after_arguments(self) -> Iterator[Piece]:
         tail = _TAIL.match(self._unread)

@@ -16,7 +16,6 @@ from contract.adapters.safetensors_header import Tensor
 from engine.adapters.host_values import Bits, bits, bits_are_finite, write_bits
 from engine.adapters.plan import AdapterPlan
 from engine.adapters.tiles import TileMap
-from kernels import NUM_PROJECTIONS
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -50,10 +49,11 @@ def write_plain(
 
     left = []
     for target in plan.targets:
-        if target.magnitude is not None or target.bias is not None or target.rows is not None:
+        is_part = target.rows is not None or target.num_stacked > 1
+        if target.magnitude is not None or target.bias is not None or is_part:
             left.append(target)
             continue
-        place = target.layer * NUM_PROJECTIONS + target.projection
+        place = tiles.entry(target.site)
         rows = tiles.rows[place].tolist()
         write_bits(flat, tiles.a_offset[place].tolist(), rows, matrix(target.a_name))
         write_bits(flat, tiles.b_offset[place].tolist(), rows, matrix(target.b_name).T)

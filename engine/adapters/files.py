@@ -64,6 +64,7 @@ class AdapterReader:
     base       the model's weights, on which some adapters depend
     digest_of  if given, `load` refuses files that do not have the expected digest
     reads_draft_heads  whether an adapter's draft heads get room and are read, or are left
+    serves_experts     False: adapters of routed experts are refused
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class AdapterReader:
         base: BaseWeights,
         digest_of: DigestOf | None = None,
         reads_draft_heads: bool = False,
+        serves_experts: bool = True,
     ) -> None:
+        self._serves_experts = serves_experts
         self._reads_draft_heads = reads_draft_heads
         self._model, self._layout, self._base = model, layout, base
         self._digest_of = digest_of
@@ -185,6 +188,13 @@ class AdapterReader:
             raise
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         plan = plan_adapter(config, shapes, self._model, file_bytes)
+        if plan.num_experts and not self._serves_experts:
+            name = next(each.a_name for each in plan.targets if each.site.expert is not None)
+            raise AdapterMismatch(
+                f"tensor {name} changes routed experts, which a GPU serves without adapters: use a "
+                "worker on a CPU, or train other linears",
+                param=name,
+            )
         return _Start(plan, config_text, header, tensors)
 
     def _buffer(self, num_bytes: int) -> bytearray:

@@ -6,11 +6,12 @@ whether it fits, here and at upload.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from contract.adapters.base_shape import BaseShape
+from contract.adapters.base_shape import BaseShape, Experts
 from contract.adapters.draft_heads import DraftHead
 from contract.adapters.families import FUSED
 from contract.adapters.fit import AdaptedMatrix, fit_adapter
@@ -19,18 +20,24 @@ from contract.adapters.safetensors_header import ENGINE_MAX_BYTES, Tensor, read_
 from engine.adapters.config import check_config, mismatch
 from engine.adapters.rows import Replacement, replacements
 from engine.model.config import ModelConfig
+from kernels import Projection
 
 PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Indices of the two matrices outside the layers that an adapter may change: one comes before the
 # first layer, the other after the last.
 EMBEDDING, HEAD = 8, 9
+_EXPERTS = re.compile(r"model\.layers\.([0-9]+)\.mlp\.experts\.(?:([0-9]+)\.)?([a-z_]+)")
 
 
 class Site(NamedTuple):
-    """One matrix of the base: a projection of a layer, or EMBEDDING or HEAD."""
+    """One matrix of the base: a projection of a layer, or EMBEDDING or HEAD.
+
+    expert  of the layer, whose matrix it is; None: of none
+    """
 
     layer: int
     projection: int
+    expert: int | None = None
 
     def widths(self, model: ModelConfig) -> tuple[int, int]:
         """Return (in, out) of the matrix; the embedding's `in` is the vocabulary."""
@@ -38,11 +45,13 @@ class Site(NamedTuple):
             return model.vocab_size, model.hidden_size
         if self.projection == HEAD:
             return model.hidden_size, model.vocab_size
+        if self.expert is not None:
+            return model.expert_widths[self.projection]
         return model.widths(self.layer)[self.projection]
 
     def has_bias(self, model: ModelConfig) -> bool:
         """Return whether the base adds a bias to the product."""
-        if self.projection >= EMBEDDING:
+        if self.projection >= EMBEDDING or self.expert is not None:
             return False
         has_attention = self.layer not in model.plan.delta_layers
         mixer = *[model.qkv_bias and has_attention] * 3, model.o_bias and has_attention
@@ -91,6 +100,7 @@ class AdapterPlan:
                 matrix of the base: tensor's name -> matrix
     is_tied     whether PEFT made the head's A and B from the embedding's; they must agree
     draft_heads what guesses further tokens, see `contract.adapters.draft_heads`
+    num_experts of a layer; 0: it changes none
     """
 
     targets: tuple[Target, ...]
@@ -101,6 +111,7 @@ class AdapterPlan:
     new_embedding: Replacement | None = None
     new_head: Replacement | None = None
     draft_heads: tuple[DraftHead, ...] = ()
+    num_experts: int = 0
     file_bytes: int
 
     @property
@@ -151,6 +162,7 @@ def plan_adapter(
     ]
     ends = {target.projection: target for target in targets if target.projection >= EMBEDDING}
     new_embedding, new_head = replacements(fitted)
+    of_experts = any(target.site.expert is not None for target in targets)
     return AdapterPlan(
         targets=tuple(target for target in targets if target.projection < EMBEDDING),
         embedding=ends.get(EMBEDDING),
@@ -160,6 +172,7 @@ def plan_adapter(
         new_embedding=new_embedding,
         new_head=new_head,
         draft_heads=fitted.draft_heads,
+        num_experts=0 if model.plan.experts is None or not of_experts else model.plan.experts.num,
         file_bytes=file_bytes,
     )
 
@@ -168,6 +181,10 @@ def _places(
     module: str, sites: Mapping[str, Site], model: ModelConfig
 ) -> list[tuple[Site, slice | None]]:
     """Return the projections that a module is, and each one's rows; None: all."""
+    of_experts = _EXPERTS.fullmatch(module)
+    if of_experts is not None:
+        layer, expert, name = of_experts.groups()
+        return _expert_places(int(layer), expert, name, model)
     parts = next((parts for parts, name in FUSED.items() if module.endswith(name)), None)
     if parts is None:
         return [(sites[module], None)]
@@ -181,6 +198,20 @@ def _places(
     return found
 
 
+def _expert_places(
+    layer: int, expert: str | None, name: str, model: ModelConfig
+) -> list[tuple[Site, slice | None]]:
+    """Return the same of a matrix of one expert, or of all."""
+    assert model.plan.experts is not None
+    num, inner = model.plan.experts.num, model.plan.experts.inner
+    experts = range(num) if expert is None else (int(expert),)
+    if name != "gate_up_proj":
+        projection = PROJECTION_NAMES.index(name)
+        return [(Site(layer, projection, each), None) for each in experts]
+    parts = (Projection.GATE, slice(0, inner)), (Projection.UP, slice(inner, 2 * inner))
+    return [(Site(layer, part, each), rows) for each in experts for part, rows in parts]
+
+
 def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
     return Target(
         site=site,
@@ -191,6 +222,7 @@ def _target(site: Site, matrix: AdaptedMatrix, rows: slice | None) -> Target:
         b_name=matrix.b_name,
         magnitude=matrix.magnitude,
         bias=matrix.bias,
+        num_stacked=matrix.num_stacked,
     )
 
 
@@ -206,14 +238,20 @@ def sites_of(model: ModelConfig) -> dict[str, Site]:
 def base_shape(model: ModelConfig) -> BaseShape:
     """Describe the model as `contract.adapters.fit` needs it."""
     delta_layers = model.plan.delta_layers
+    experts, expert_layers = model.plan.experts, model.plan.expert_layers
     attention = next(i for i in range(model.num_layers) if i not in delta_layers)
     layer = {n: Site(attention, p) for n, p in model.linears(attention).items()}
     delta = {n: Site(i, p) for i in delta_layers[:1] for n, p in model.linears(i).items()}
+    linears = {name: site.widths(model) for name, site in layer.items()}
+    own: dict[int, dict[str, tuple[int, int]]] = {}
+    for i in range(len(model.plan.shapes)):
+        of_layer = {n: Site(i, p).widths(model) for n, p in model.linears(i).items()}
+        own |= {i: of_layer} if of_layer != linears else {}
     return BaseShape(
         num_layers=model.num_layers,
         head_dim=model.head_dim,
         kv_heads=model.num_kv_heads,
-        linears={name: site.widths(model) for name, site in layer.items()},
+        linears=linears,
         hidden=model.hidden_size,
         vocab=model.vocab_size,
         is_tied=model.tie_embeddings,
@@ -222,4 +260,8 @@ def base_shape(model: ModelConfig) -> BaseShape:
         has_images=model.has_images,
         delta_linears={name: site.widths(model) for name, site in delta.items()},
         delta_layers=delta_layers,
+        own_linears=own,
+        experts=None
+        if experts is None or experts.has_biases
+        else Experts(experts.num, experts.inner, expert_layers),
     )

@@ -19,7 +19,7 @@ from engine.adapters.base_weights import BaseWeights
 from engine.adapters.fp8_tiles import fp8_parts
 from engine.adapters.host_values import write_rows
 from engine.adapters.pages import SUB_PAGES
-from engine.adapters.plan import EMBEDDING, AdapterPlan, Target
+from engine.adapters.plan import EMBEDDING, AdapterPlan, Site, Target
 from engine.adapters.rows import Replacement
 from engine.adapters.values import (
     AppliedValues,
@@ -105,7 +105,10 @@ class HeadMap:
 class TileMap:
     """Entries `[L * 8, num_tiles]` as in `kernels.LoraTable`, of one adapter.
 
-    Offsets count elements; -1: no tile.
+    Offsets count elements; -1: no tile. Of routed experts there are L * X layers more, those of
+    each layer one after another.
+
+    num_experts     X; 0: it changes none
 
     per_element     numbers of a tile in an element; more than 1: tiles are in E4M3
     num_parts       matrices in E4M3 whose sum each A and each B is, see `fp8_tiles`; with two there
@@ -125,6 +128,7 @@ class TileMap:
     b_offset: Int64s
     rows: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+    num_experts: int = 0
     per_element: int = 1
     num_parts: int = 1
     gain_offset: Int64s | None = None
@@ -134,6 +138,14 @@ class TileMap:
     new_embedding: RowMap | None = None
     new_head: RowMap | None = None
     draft_heads: tuple[HeadMap, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.rows) // NUM_PROJECTIONS // (1 + self.num_experts)
+
+    def entry(self, site: Site) -> int:
+        """Return the row of a projection's entries."""
+        return entry_of(site, self.num_layers, self.num_experts)
 
     @property
     def replaces(self) -> bool:
@@ -159,8 +171,12 @@ class TileMap:
         """
         vectors = (self.gain_offset, self.shift_offset)
         offsets = (self.a_offset, self.b_offset, *(each for each in vectors if each is not None))
-        num_layers = len(self.rows) // NUM_PROJECTIONS
-        last = np.stack([each.reshape(num_layers, -1).max(1) for each in offsets]).max(0)
+        num_layers = self.num_layers
+        last = np.full(num_layers, -1, np.int64)
+        end = num_layers * NUM_PROJECTIONS
+        for part in (part for each in offsets for part in (each[:end], each[end:])):
+            if part.size:
+                last = np.maximum(last, part.reshape(num_layers, -1).max(1))
         if self.embedding is not None:
             ends_at = (blocks.offsets.max() for blocks in self.embedding.blocks)
             last[0] = max(last[0], *ends_at)
@@ -199,6 +215,14 @@ class TileMap:
             new_head=None if self.new_head is None else self.new_head.moved(move),
             draft_heads=tuple(head.moved(move) for head in self.draft_heads),
         )
+
+
+def entry_of(site: Site, num_layers: int, num_experts: int) -> int:
+    """Return the row of a projection's entries in a TileMap."""
+    layer = site.layer
+    if site.expert is not None:
+        layer = num_layers + site.layer * num_experts + site.expert
+    return layer * NUM_PROJECTIONS + site.projection
 
 
 _Piece = tuple[int, Int64s, int]  # (size, array of offsets, the piece's index in it)
@@ -300,7 +324,7 @@ def place_tiles(
     num_tiles = max((-(-target.rank // tile_rows) for target in plan.targets), default=1)
     num_entries = model.num_layers * NUM_PROJECTIONS
     num_parts = 2 if is_original and layout.tile_per_element > 1 else 1
-    shape = num_entries, num_parts, num_tiles
+    shape = num_entries * (1 + plan.num_experts), num_parts, num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
     gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
@@ -308,7 +332,7 @@ def place_tiles(
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
     for target in plan.targets:
-        entry = target.layer * NUM_PROJECTIONS + target.projection
+        entry = entry_of(target.site, model.num_layers, plan.num_experts)
         counts = [min(tile_rows, target.rank - first) for first in range(0, target.rank, tile_rows)]
         rows[entry, : len(counts)] = counts
         scale[entry, : len(counts)] = target.scaling
@@ -330,6 +354,7 @@ def place_tiles(
         num_pages=num_pages,
         tail_sub_pages=tail_sub_pages,
         **_in_pairs(a_offset, b_offset, rows, scale),
+        num_experts=plan.num_experts,
         per_element=layout.tile_per_element,
         gain_offset=gain if any(t.magnitude for t in plan.targets) else None,
         shift_offset=shift if any(t.has_shift(model) for t in plan.targets) else None,
@@ -418,7 +443,7 @@ def fill_tiles(
     in_tiles = flat.view(FP8) if tiles.per_element > 1 else flat
     for target in plan.targets:
         values = applied_values(target, tensor, base)
-        entry = target.layer * NUM_PROJECTIONS + target.projection
+        entry = tiles.entry(target.site)
         _fill_matrices(in_tiles, tiles, entry, values)
         for vector, vectors in (
             (values.gain, tiles.gain_offset),

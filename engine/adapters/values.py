@@ -43,10 +43,15 @@ def applied_values(
     tensor  gives a tensor of the file by name
     """
     found = {name: tensor(name) for name in target.names}
-    for name, value in found.items():
-        finite(name, value)
+    if target.num_stacked > 1:
+        expert = target.site.expert or 0
+        first = expert * target.rank
+        found[target.a_name] = found[target.a_name][first : first + target.rank]
+        found[target.b_name] = found[target.b_name][:, expert :: target.num_stacked]
     if target.rows is not None:
         found |= {name: found[name][target.rows] for name in target.names if name != target.a_name}
+    for name, value in found.items():
+        finite(name, value.contiguous())
     a, b = found[target.a_name], found[target.b_name]
     gain = shift = None
     if target.bias is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -99,6 +100,7 @@ class BatchBuilder:
         self._table_keys: tuple[AdapterKey, ...] = ()
         self._table_entries: list[Entries] = []
         self._max_tiles = 0
+        self._has_experts: tuple[bool, ...] = ()
         self._scope = LoraScope.NONE
         self._extras: ExtrasTable | None = None
 
@@ -139,6 +141,7 @@ class BatchBuilder:
                 seg_adapter=on_device[8],
                 max_tiles=self._max_tiles,
                 extras=extras_of(sample_rows),
+                has_experts=self._has_experts,
             )
         return Batch(
             token_ids=on_device[0],
@@ -203,6 +206,7 @@ class BatchBuilder:
 
     def _build_table(self, keys: tuple[AdapterKey, ...], entries: list[Entries]) -> LoraTable:
         self._max_tiles = max(own.num_tiles for own in entries)
+        self._has_experts = tuple(own.has_experts for own in entries)
         self._scope = max(own.scope for own in entries)
         self._extras = None
         if any(own.has_extras for own in entries):
@@ -249,8 +253,13 @@ def _state_pages(rows: list[Row], device: str) -> StatePages | None:
         return None
     read = [sequence.state_before or sequence.state for sequence in sequences]
     write = [sequence.state for sequence in sequences]
-    is_new = [not sequence.state_before for sequence in sequences]
-    return StatePages(*upload([np.array(each) for each in (read, write, is_new)], device))
+    is_new = np.array([not sequence.state_before for sequence in sequences])
+    return StatePages(*upload([_rows_of(read), _rows_of(write), is_new], device))
+
+
+def _rows_of(tables: list[array[int]]) -> npt.NDArray[np.int64]:
+    flat = bytearray().join(table.tobytes() for table in tables)
+    return np.frombuffer(flat, np.int64).reshape(len(tables), -1)
 
 
 def _token_ids(rows: list[Row]) -> npt.NDArray[np.int64]:

@@ -23,6 +23,8 @@ from engine.execution.gpu_batch import GpuBatch
 from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import LoraInputs
 from engine.execution.lora_table import LoraScope
+from engine.model.delta_states import StatePages
+from engine.model.gpu_delta import StateTables
 from kernels import LoraBatch
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora.plan import LoraPlan, empty_plan, fill_plan
@@ -119,6 +121,7 @@ class DecodeGraphs:
         self.slots = ints(max_batch, dtype=torch.int64)
         self.context_lens = ints(max_batch)
         self.page_tables = ints(max_batch, max_pages)
+        self._states = None if model.delta is None else StateTables(model.delta, max_batch)
         self.kept: torch.Tensor | None = None
         if keeps_states:
             shape = (max_batch, model.config.hidden_size)
@@ -176,6 +179,7 @@ class DecodeGraphs:
         token_ids: torch.Tensor,
         context_lens: torch.Tensor,
         page_tables: torch.Tensor,
+        states: StatePages | None,
         lora: LoraBatch | None,
         scope: LoraScope,
     ) -> None:
@@ -189,6 +193,8 @@ class DecodeGraphs:
         self.context_lens[:rows].copy_(context_lens - 1)  # before the step
         self.context_lens[rows:size].fill_(-1)
         self.page_tables[:rows, : page_tables.shape[1]].copy_(page_tables)
+        if self._states is not None and states is not None:
+            self._states.load(states, size)
         if lora is not None:
             self._lora.load(lora, size)
 
@@ -215,6 +221,8 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Make every row padding: a step over such buffers writes nothing to the arena."""
         self.context_lens.fill_(-1)
+        if self._states is not None:
+            self._states.clear()
         self._lora.clear()
 
     def _batch(self, size: int, scope: LoraScope) -> GpuBatch:
@@ -257,6 +265,10 @@ class DecodeGraphs:
             batch.page_tables,
             self._model.layout.page_size,
         )
+        if self._states is not None:
+            batch = replace(batch, states=self._states.inputs(batch.query_start, size, 1))
         logits = self._model.forward(batch)
+        if self._states is not None:
+            self._states.advance(size)
         greedy_triton(logits, out=batch.token_ids, marked=self.marked[:size])
         return logits

@@ -34,6 +34,7 @@ from kernels import (
     silu_mul,
 )
 from kernels.experts import expert_mlp
+from kernels.experts.lora import ExpertLora
 from kernels.fp8 import Fp8Matrix, quantize_rows_ref
 from kernels.gates import split_gates
 from kernels.lora.adjust import lora_adjust
@@ -52,7 +53,12 @@ _PACKED_FOR_ROWS = 16
 
 
 class Adapters(Protocol):
-    """One step's adapters."""
+    """One step's adapters.
+
+    experts  those of routed experts; None: the step has none
+    """
+
+    experts: ExpertLora | None
 
     def add(
         self,
@@ -68,11 +74,14 @@ class Adapters(Protocol):
 class Attention(Protocol):
     """One step's attention."""
 
-    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, heads: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rotate q and k, write k and v to their pages, attend.
 
         heads  [T, H + 2 K, D] queries, keys and values as projected
         layer  which of those with keys and values
+        sinks  [H], see `kernels.attention`
         -> [T, H * D]
         """
 
@@ -94,7 +103,9 @@ class PagedAttention:
         self._batch, self._ropes, self._config = batch, ropes, config
         self._arena, self._layout = arena, layout
 
-    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, heads: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         batch, layout = self._batch, self._layout
         groups = [self._config.num_heads, layout.num_kv_heads, layout.num_kv_heads]
         q, k, v = torch.split(heads, groups, dim=1)
@@ -118,6 +129,7 @@ class PagedAttention:
             batch.page_tables,
             self._config.attention_scale,
             self._config.window(layer),
+            sinks=sinks,
         )
         return out.reshape(len(heads), -1)
 
@@ -127,6 +139,7 @@ class TiledAdapters:
 
     def __init__(self, lora: LoraBatch, arena: torch.Tensor) -> None:
         self._lora, self._arena = lora, arena
+        self.experts: ExpertLora | None = None
 
     def add(
         self,
@@ -148,6 +161,7 @@ class ExtendedAdapters:
 
     def __init__(self, tiled: Adapters, extras: LoraExtras, arena: torch.Tensor) -> None:
         self._tiled, self._extras, self._arena = tiled, extras, arena
+        self.experts = tiled.experts
 
     def add(
         self,
@@ -251,6 +265,7 @@ class DecoderLayer:
         # Which of the gated delta nets it has, or which of the layers with attention it is.
         before = sum(layer < index for layer in config.plan.delta_layers)
         self._place = index - before if weights.delta is None else before
+        self._shape = config.shape(index)
         make = functools.partial(linear, may_pack=may_pack, dtype=dtype)
         self._qkv = make(weights.qkv, weights.qkv_bias)
         self._o = make(weights.o, weights.o_bias)
@@ -262,12 +277,13 @@ class DecoderLayer:
             self._linears |= {"gate_up": self._gate_up, "down": self._down}
         self._qk_norm = weights.qk_norm  # [(H + K) D] of all heads, or [H + K, D]
         if weights.qk_norm is not None and weights.qk_norm.dim() == 2:
-            q_norm, k_norm = weights.qk_norm
-            self._qk_norm = torch.cat(
-                (q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1))
-            )
-        inner, widths = config.intermediate_size, config.widths(index)
-        self._qkv_parts = QKV if weights.delta is None else DELTA
+            numbers = config.num_heads, self._shape.kv_heads, self._shape.kv_heads
+            each = zip(weights.qk_norm, numbers, strict=False)
+            self._qk_norm = torch.cat([norm.expand(number, -1) for norm, number in each])
+        widths = config.widths(index)
+        inner = widths[Projection.DOWN][0]
+        parts = QKV if weights.delta is None else DELTA
+        self._qkv_parts = tuple(part for part in parts if widths[part][1])
         self._qkv_offsets = (0, *accumulate(widths[part][1] for part in self._qkv_parts))
         self._o_offsets = self._down_offsets = (0, config.hidden_size)
         self._gate_up_offsets = (0, inner, 2 * inner)
@@ -279,8 +295,11 @@ class DecoderLayer:
         attention: Attention,
         adapters: Adapters | None,
         states: DeltaStates | None = None,
+        taken: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
+        """taken [T, P], of `PerLayerGate`;
+
+        hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
         plan, weights = self._config.plan, self._weights
         x, residual = add_norm(hidden, residual, weights.attention_norm, plan)
         out = self._mix(x, attention, adapters, states)
@@ -292,7 +311,17 @@ class DecoderLayer:
         out = self._mlp(x, adapters)
         if weights.mlp_out_norm is not None:
             out = rms_norm(out, weights.mlp_out_norm, plan.eps)
-        return out, residual
+        if weights.per_layer is not None and taken is not None:
+            residual = out + residual
+            out = weights.per_layer.added(residual, taken, plan.eps)
+        return (
+            (out, residual)
+            if weights.scale == 1.0
+            else (
+                out * weights.scale,
+                residual * weights.scale,
+            )
+        )
 
     def _mix(
         self,
@@ -319,19 +348,22 @@ class DecoderLayer:
         config, gate = self._config, None
         if config.plan.is_gated:
             qkv, gate = split_gates(qkv, config.num_heads, config.head_dim)
-        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        heads = qkv.view(len(qkv), -1, self._shape.head_dim)
+        if not self._shape.has_v and self._shape.keys_of is None:
+            heads = torch.cat((heads, heads[:, config.num_heads :]), dim=1)
         if self._qk_norm is not None:
             self._norm_heads(heads, self._qk_norm)
-        attended = attention.attend(heads, self._place)
+        attended = attention.attend(heads, self._place, self._weights.sinks)
         return attended if gate is None else attended * gate.sigmoid()
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> None:
-        """Norm q and k of heads [T, H + 2 K, D], in place."""
+        """Norm q and k of heads [T, H + 2 K, D], in place; v, too, if there is a weight for it."""
         config, eps = self._config, self._config.plan.eps
-        rotary = heads[:, : config.num_heads + config.num_kv_heads]
         if weight.dim() == 2:
-            rotary.copy_(rms_norm_ref(rotary, weight, eps))
+            normed = heads[:, : len(weight)]
+            normed.copy_(rms_norm_ref(normed, weight, eps))
             return
+        rotary = heads[:, : config.num_heads + config.num_kv_heads]
         parts = torch.split(rotary, [config.num_heads, config.num_kv_heads], dim=1)
         weights = torch.split(weight, [config.q_size, config.kv_size])
         for part, own in zip(parts, weights, strict=True):
@@ -341,11 +373,26 @@ class DecoderLayer:
         experts, shape = self._weights.experts, self._config.plan.experts
         if experts is None or shape is None:
             return self._dense(x, adapters)
-        out = expert_mlp(x, experts, shape)
+        routed = None if adapters is None else adapters.experts
+        add = None if routed is None else functools.partial(self._add_to_expert, routed)
+        out = expert_mlp(x, experts, shape, add)
         if experts.shared_gate is not None:
             share = functional.linear(x, experts.shared_gate).sigmoid()
             out = out + share * self._dense(x, adapters)
         return out
+
+    def _add_to_expert(
+        self,
+        routed: ExpertLora,
+        tokens: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        expert: int,
+        is_down: bool,
+    ) -> None:
+        parts, width = (DOWN, y.shape[1]) if is_down else (GATE_UP, y.shape[1] // 2)
+        offsets = (0, *accumulate(width for _ in parts))
+        routed.add(tokens, x, y, self._index, expert, parts, offsets)
 
     def _dense(self, x: torch.Tensor, adapters: Adapters | None) -> torch.Tensor:
         index = self._index
@@ -369,6 +416,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._plan = config.plan
         self._embedding, self._norm = weights.embedding, weights.norm
+        self._per_layer = weights.per_layer
         self._layers = [
             DecoderLayer(config, i, layer, weights.may_pack, dtype=weights.embedding.dtype)
             for i, layer in enumerate(weights.layers)
@@ -389,8 +437,11 @@ class Decoder:
             extended.embed(batch.token_ids, hidden)
         hidden = self._plan.embedded(hidden)
         residual: torch.Tensor | None = None
-        for layer in self._layers:
-            hidden, residual = layer(hidden, residual, attention, adapters, states)
+        inputs: Sequence[torch.Tensor | None] = [None] * len(self._layers)
+        if self._per_layer is not None:
+            inputs = self._per_layer.inputs(batch.token_ids, hidden, self._plan.eps).unbind(1)
+        for layer, taken in zip(self._layers, inputs, strict=True):
+            hidden, residual = layer(hidden, residual, attention, adapters, states, taken)
         assert residual is not None
         if batch.scores is not None:
             rows = batch.scores.rows

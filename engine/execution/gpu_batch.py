@@ -10,6 +10,7 @@ from engine.adapters.copies import Arrival
 from engine.execution.prompt_scores import Scores
 from kernels import LoraExtras, LoraTable
 from kernels.attention_decode import DecodeWorkspace
+from kernels.delta_gpu.inputs import DeltaInputs
 from kernels.lora.plan import LoraPlan
 
 
@@ -43,6 +44,7 @@ class GpuBatch:
     is_mlp_plain  whether no adapter of the pass changes gate, up or down
     may_fuse   False: gate and up are written as in short passes, which takes the most memory
     extras     None when no adapter has more than tiles; in a graph without `segments`
+    states     of the gated delta nets; None: the model has none
     kept       [N or more, E] takes what the last matrix reads for each row of the logits
     """
 
@@ -65,4 +67,5 @@ class GpuBatch:
     arrivals: tuple[Arrival, ...] = ()
     extras: LoraExtras | None = None
     scores: Scores | None = None
+    states: DeltaInputs | None = None
     kept: torch.Tensor | None = None

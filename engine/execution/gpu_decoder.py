@@ -4,9 +4,10 @@ Per layer nine launches without adapters: norm, qkv, RoPE + KV write, attention,
 SiLU * mul, down. In a long pass o and down add themselves to the residual inside the product, and
 gate/up and SiLU * mul are one launch. The biases and the norms of each head that other families
 than Llama have ride along in these; a norm after attention or MLP, a LayerNorm and a norm of all
-heads are launches of their own. Adapters add a shrink and an expand beside each of the four matrix
-products, on a stream of their own; whoever reads the product adds the two. Nothing here waits for
-the device, so a pass can be captured in a CUDA graph (engine/execution/decode_graphs.py).
+heads are launches of their own. Experts take five in the place of the last three. Adapters add a
+shrink and an expand beside each of the four matrix products, on a stream of their own; whoever
+reads the product adds the two. Nothing here waits for the device, so a pass can be captured in a
+CUDA graph (engine/execution/decode_graphs.py).
 
 Where a matrix is in FP8, whoever writes its input quantises it, and whoever reads the product
 applies the scales; after the attention a launch of its own quantises. Adapters read the input as it
@@ -25,11 +26,14 @@ from torch.nn import functional
 
 from engine.execution.gpu_batch import GpuBatch
 from engine.model.config import ModelConfig
+from engine.model.gpu_delta import GpuDelta
 from engine.model.rope import LayerRopes
 from engine.model.weights import LayerWeights, Matrix, Weights
 from kernels import LoraExtras, PageLayout, Projection
 from kernels.attention_decode import attention_decode_triton
 from kernels.attention_prefill import attention_prefill_triton
+from kernels.delta_gpu.inputs import Projected
+from kernels.experts.grouped import Shared, expert_mlp_triton
 from kernels.fp8 import (
     Activation,
     Fp8Matrix,
@@ -41,6 +45,7 @@ from kernels.fp8 import (
     quantize_rows_triton,
 )
 from kernels.gate_up import can_fuse, gate_up_silu_triton
+from kernels.gates import Packed, gate_heads_triton, split_heads_triton
 from kernels.int4 import Int4Matrix, int4_linear
 from kernels.linear import linear
 from kernels.lora.adjust import lora_adjust_triton
@@ -54,7 +59,12 @@ from kernels.rope import rope_kv_write_triton
 from kernels.silu_mul import lora_silu_mul_triton, silu_mul_fp8_triton, silu_mul_triton
 
 QKV = (Projection.Q, Projection.K, Projection.V)
+DELTA = (*QKV, Projection.DECAY)
 GATE_UP = (Projection.GATE, Projection.UP)
+DOWN = (Projection.DOWN,)
+
+# Most projections of one launch of the adapters' kernels.
+_TOGETHER = 3
 
 # Number of rows from which a pass is bound by its products, not by reading the weights.
 _LONG = 512
@@ -99,6 +109,7 @@ class GpuModel:
     """Weights, arena and rotation tables; `forward` turns a batch into logits.
 
     recording_stream  where its graphs are recorded; None without a GPU
+    delta  None: it has no gated delta nets
     """
 
     def __init__(
@@ -119,6 +130,16 @@ class GpuModel:
         ropes = LayerRopes(config.head_dim, config.plan.rotations, max_positions, self.device)
         ropes.extend_to(max_positions)
         self._ropes = ropes.layers
+        self._widths = [config.widths(layer) for layer in range(config.num_layers)]
+        self.delta = None if config.plan.delta is None else GpuDelta(config, arena)
+        # Which of the gated delta nets a layer has, or which of the layers with attention it is.
+        before = [
+            sum(i < layer for i in config.plan.delta_layers) for layer in range(config.num_layers)
+        ]
+        self._places = [
+            before[i] if i in config.plan.delta_layers else i - before[i]
+            for i in range(config.num_layers)
+        ]
         self._before: torch.cuda.Stream | None = None
         self._after: torch.cuda.Stream | None = None
         self.recording_stream: torch.cuda.Stream | None = None
@@ -150,14 +171,20 @@ class GpuModel:
                 attended = Activation(attended.given[batch.sample_rows])
                 residual = residual[batch.sample_rows]
                 extras = batch.extras and sampled(batch.extras, batch.sample_rows)
-                batch = replace(batch, plan=batch.sample_plan, extras=extras)
+                slots = batch.slots[batch.sample_rows]
+                batch = replace(batch, plan=batch.sample_plan, extras=extras, slots=slots)
             inner = attended if attended.fp8 else _quantized(attended.given, layer.o)
             linear = _Linear(layer.o, layer.o_bias, layer.attention_out_norm)
             between = None if plan.is_parallel else (layer.mlp_norm, layer.gate_up)
             read, residual = self._residual_linear(
                 batch, index, Projection.O, inner, linear, residual, between
             )
-            inner = self._mlp(batch, index, layer, normed if plan.is_parallel else read)
+            read = normed if plan.is_parallel else read
+            if layer.experts is not None:
+                made = self._run_experts(batch, index, layer, read.given)
+                normed, residual = self._add(batch, _Product(made), residual, after)
+                continue
+            inner = self._mlp(batch, index, layer, read)
             linear = _Linear(layer.down, layer.down_bias, layer.mlp_out_norm)
             normed, residual = self._residual_linear(
                 batch, index, Projection.DOWN, inner, linear, residual, after
@@ -198,11 +225,17 @@ class GpuModel:
     def _attention(
         self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation
     ) -> Activation:
-        """Return the heads' results [T, H D], before the o projection."""
+        """Return what attention, or a gated delta net, makes of x, before the o projection."""
+        if layer.delta is not None:
+            return self._mix(batch, index, layer, x)
         qkv, delta, scales = self._linear_with_lora(
             batch, index, QKV, x, layer.qkv, later=layer.qkv_bias
         )
         norm, bias, rope = layer.qk_norm, layer.qkv_bias, self._ropes[index]
+        packed, heads = Packed(qkv, delta, bias), (self.config.num_heads, self.config.head_dim)
+        if self._plan.is_gated:
+            assert scales is None
+            qkv, delta, bias = split_heads_triton(packed, *heads), None, None
         if norm is not None and norm.dim() == 1:
             qkv = self._norm_all_heads(_Product(qkv, delta, scales), bias, norm)
             norm = bias = delta = scales = None
@@ -213,7 +246,7 @@ class GpuModel:
             batch.positions,
             self.arena,
             self.layout,
-            index,
+            self._places[index],
             batch.slots,
             num_heads=self.config.num_heads,
             delta=delta,
@@ -225,7 +258,16 @@ class GpuModel:
         )
         if self._plan.growth is not None:
             q *= self._plan.growth.factors(batch.positions).to(q.dtype)[:, None, None]
-        return self._attend(batch, index, q, layer.o)
+        attended = self._attend(batch, self._places[index], q, layer.o)
+        if self._plan.is_gated:
+            gate_heads_triton(attended.given, packed, *heads)
+        return attended
+
+    def _mix(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
+        base, delta, scales = self._linear_with_lora(batch, index, DELTA, x, layer.qkv)
+        assert self.delta and layer.delta and batch.states and scales is None
+        given = Projected(base, delta)
+        return Activation(self.delta.mix(batch.states, given, layer.delta, self._places[index]))
 
     def _norm_all_heads(
         self, qkv: _Product, bias: torch.Tensor | None, weight: torch.Tensor
@@ -302,20 +344,34 @@ class GpuModel:
 
         norm  None: nobody reads the sum's norm
         """
-        eps, (weight, bias, out_norm) = self._plan.eps, linear
+        weight, bias, out_norm = linear
         is_long = x.num_rows >= _LONG and bias is None and batch.extras is None
         is_long = is_long and out_norm is None
         onto = residual if is_long and isinstance(weight, torch.Tensor) else None
         product = self._linear_with_lora(batch, index, (projection,), x, weight, bias, onto)
         if out_norm is not None:
-            product = _Product(norm_triton(_total(product), out_norm, eps)[0].given)
+            product = _Product(norm_triton(_total(product), out_norm, self._plan.eps)[0].given)
+        return self._add(batch, product, None if onto is not None else residual, norm)
+
+    def _add(
+        self,
+        batch: GpuBatch,
+        product: _Product,
+        residual: torch.Tensor | None,
+        norm: _Norm | None,
+    ) -> tuple[Activation, torch.Tensor]:
+        """Return (the sum's norm, the sum) of a product and the residual.
+
+        residual  None: the product has been added to it
+        norm      None: nobody reads the sum's norm
+        """
         if norm is None or norm[0] is None or self._plan.is_centred:
             total = _total(product)
-            total = total if onto is not None else residual + total
+            total = total if residual is None else residual + total
             return Activation(total) if norm is None else self._normed(batch, total, norm), total
         out, delta, scales = product
-        readers = _readers(batch, norm[1])
-        if onto is None:
+        eps, readers = self._plan.eps, _readers(batch, norm[1])
+        if residual is not None:
             return norm_triton(
                 out, norm[0], eps, residual=residual, delta=delta, scales=scales, **readers
             )
@@ -331,6 +387,20 @@ class GpuModel:
         if self._plan.is_centred:
             x = x - x.mean(-1, keepdim=True)
         return norm_triton(x, weight, self._plan.eps, **_readers(batch, reader))[0]
+
+    def _run_experts(
+        self, batch: GpuBatch, index: int, layer: LayerWeights, x: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, E] -> what experts make of it, and the MLP beside them, [T, E]"""
+        assert layer.experts is not None and self._plan.experts is not None
+        shared = None
+        if layer.experts.shared_gate is not None:
+            inner = self._mlp(batch, index, layer, Activation(x))
+            product = self._linear_with_lora(batch, index, DOWN, inner, layer.down)
+            shared = Shared(product.base, product.delta)
+        return expert_mlp_triton(
+            x, layer.experts, self._plan.experts, slots=batch.slots, shared=shared
+        )
 
     def _mlp(self, batch: GpuBatch, index: int, layer: LayerWeights, x: Activation) -> Activation:
         """Return the input of the down projection, [T, I]."""
@@ -403,21 +473,21 @@ class GpuModel:
             return _Product(base, None, scales)
         side = self._side_stream(batch, projections, weight)
         with torch.cuda.stream(side):
-            h = self._shrink(batch, index, projections, x.given)
             delta = torch.empty(
                 x.num_rows, weight.shape[0], dtype=x.given.dtype, device=x.given.device
             )
-            lora_expand_triton(
-                h,
-                self._tiles,
-                batch.table,
-                batch.plan,
-                index,
-                projections,
-                delta,
-                self._offsets(projections),
-                add=False,
-            )
+            for own, low in self._together(index, projections):
+                lora_expand_triton(
+                    self._shrink(batch, index, own, x.given),
+                    self._tiles,
+                    batch.table,
+                    batch.plan,
+                    index,
+                    own,
+                    delta[:, low:],
+                    self._offsets(index, own),
+                    add=False,
+                )
         base, scales = self._product(batch, x, weight, bias, onto, is_shared=True)
         self._join(side)
         self._adjust(batch, index, projections, base, later)
@@ -464,9 +534,11 @@ class GpuModel:
         later: torch.Tensor | None = None,
     ) -> None:
         """Apply the adapters' gains and shifts to the base's product y, in place."""
-        if batch.extras is not None:
-            offsets = self._offsets(projections)
-            lora_adjust_triton(y, self.arena, batch.extras, index, projections, offsets, later)
+        if batch.extras is None:
+            return
+        for own, low in self._together(index, projections):
+            bounds, bias = self._offsets(index, own), None if later is None else later[low:]
+            lora_adjust_triton(y[:, low:], self.arena, batch.extras, index, own, bounds, bias)
 
     def _shrink(
         self, batch: GpuBatch, index: int, projections: tuple[Projection, ...], x: torch.Tensor
@@ -474,8 +546,16 @@ class GpuModel:
         assert batch.table is not None and batch.plan is not None
         return lora_shrink_triton(x, self._tiles, batch.table, batch.plan, index, projections)
 
-    def _offsets(self, projections: tuple[Projection, ...]) -> tuple[int, ...]:
-        widths = (self.config.projection_widths[p][1] for p in projections)
+    def _together(
+        self, index: int, projections: tuple[Projection, ...]
+    ) -> list[tuple[tuple[Projection, ...], int]]:
+        """Return the projections of each launch, and the output's column where they begin."""
+        bounds = self._offsets(index, projections)
+        firsts = range(0, len(projections), _TOGETHER)
+        return [(projections[first : first + _TOGETHER], bounds[first]) for first in firsts]
+
+    def _offsets(self, index: int, projections: tuple[Projection, ...]) -> tuple[int, ...]:
+        widths = (self._widths[index][p][1] for p in projections)
         return tuple(itertools.accumulate(widths, initial=0))
 
     def _side_stream(

@@ -36,6 +36,10 @@ from kernels.lora.apply import block_of
 from kernels.lora.plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
+# Widths of a gated delta net's heads of k and of v in 16 bits: on an H200 (Triton 3.6) prompts of
+# narrow heads came out wrong, those of this width right.
+_PROVEN_WIDTHS = 128, 128
+
 # Number of decodes in a step without a graph from which they use the decode kernel: in the prefill
 # kernel each of them is a block of its own with one token.
 _MANY_DECODES = 16
@@ -121,14 +125,7 @@ class GpuRunner:
         max_tokens: int,
         max_drafted: int | None = None,
     ) -> None:
-        if any(width % 8 for widths in model.projection_widths for width in widths):
-            raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
-        if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
-            raise UnsupportedModel(
-                "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
-                "LORIKEET_BASE_PRECISION",
-                param="base_precision",
-            )
+        _check(model, weights, arena.dtype)
         self._model = GpuModel(
             config=model, weights=weights, layout=layout, arena=arena, max_positions=max_positions
         )
@@ -328,6 +325,7 @@ class GpuRunner:
             token_ids=batch.token_ids,
             context_lens=batch.context_lens,
             page_tables=batch.page_tables,
+            states=batch.delta,
             lora=batch.lora,
             scope=batch.scope,
         )
@@ -342,6 +340,7 @@ class GpuRunner:
             before = torch.searchsorted(batch.sample_rows, lora.seg_indptr.long(), out_int32=True)
             sampled = replace(lora, seg_indptr=before)
             sample_plan = make_plan(sampled, batch.sample_rows.shape[0], RANK_BLOCK)
+        states, delta = batch.delta, self._model.delta
         workspace, blocks = None, None
         num_rows, num_decodes = len(batch.lengths), int((batch.lengths == 1).sum())
         if batch.max_new > 1 and num_decodes >= _MANY_DECODES:
@@ -367,6 +366,29 @@ class GpuRunner:
             arrivals=batch.arrivals,
             extras=None if lora is None else lora.extras,
             scores=batch.scores,
+            states=None
+            if states is None or delta is None
+            else delta.inputs(states, batch.query_start, num_tokens, batch.max_new),
+        )
+
+
+def _check(model: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel for sizes that the kernels do not take."""
+    layers = (model.widths(layer) for layer in range(model.num_layers))
+    if any(width % 8 for widths in layers for pair in widths for width in pair):
+        raise UnsupportedModel("on a GPU, sizes of the model have to be multiples of 8")
+    if any(width % 16 for layer in weights.layers for width in _fp8_widths(layer)):
+        raise UnsupportedModel(
+            "on a GPU, sizes of linears in FP8 have to be multiples of 16: leave out "
+            "LORIKEET_BASE_PRECISION",
+            param="base_precision",
+        )
+    delta = model.plan.delta
+    if delta is not None and dtype.itemsize < 4 and delta[2:4] != _PROVEN_WIDTHS:
+        raise UnsupportedModel(
+            "on a GPU, gated delta nets whose heads are not 128 wide are served in float32 "
+            'alone: use a CPU, or dtype "float32"',
+            param="dtype",
         )
 
 
@@ -442,6 +464,7 @@ def _widest(num_tokens: int, max_running: int, model: GpuModel) -> Batch:
             max_tiles=num_tiles,
         ),
         adapter_keys=(),
+        delta=None if model.delta is None else model.delta.nowhere(num_rows),
         lengths=np.full(num_rows, max_new, np.int32),
         contexts=np.full(num_rows, max_new, np.int32),
     )

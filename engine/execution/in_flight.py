@@ -106,7 +106,9 @@ class InFlightStep:
         """Return whether the next step may replay the graph: decodes that all keep their pages."""
         if self.tokens is None or not self.tokens.can_replay:
             return False
-        return not self.void and not any(row.sequence.has_left for row in self.step.rows)
+        return not self.void and not any(
+            row.sequence.has_left or row.sequence.has_new_state for row in self.step.rows
+        )
 
     @property
     def is_mispredicted(self) -> bool:

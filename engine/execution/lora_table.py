@@ -47,6 +47,7 @@ class Entries:
 
     tiles: list[TileMap]
     has_extras: bool
+    has_experts: bool
     num_tiles: int
     a_offset: npt.NDArray[np.int64]
     b_offset: npt.NDArray[np.int64]
@@ -60,9 +61,10 @@ class Entries:
         return cls(
             tiles=tiles,
             has_extras=any(part.has_extras for part in tiles),
+            has_experts=any(part.num_experts for part in tiles),
             num_tiles=sum(part.num_tiles for part in tiles),
-            a_offset=_side_by_side([_in_numbers(part.a_offset, part) for part in tiles]),
-            b_offset=_side_by_side([_in_numbers(part.b_offset, part) for part in tiles]),
+            a_offset=_side_by_side([_in_numbers(part.a_offset, part) for part in tiles], -1),
+            b_offset=_side_by_side([_in_numbers(part.b_offset, part) for part in tiles], -1),
             rows=_side_by_side([part.rows for part in tiles]),
             scale=_side_by_side(scale),
             scope=max(_scope(part) for part in tiles),
@@ -194,6 +196,16 @@ def _in_numbers(offsets: npt.NDArray[np.int64], tiles: TileMap) -> npt.NDArray[n
     return np.where(offsets < 0, offsets, offsets * tiles.per_element)
 
 
-def _side_by_side(parts: list[npt.NDArray[T]]) -> npt.NDArray[T]:
-    """Return the entries of a blend's parts `[L * 8, tiles]`, one after another within each row."""
+def _side_by_side(parts: list[npt.NDArray[T]], none: int = 0) -> npt.NDArray[T]:
+    """Return the entries of a blend's parts `[L * 8, tiles]`, one after another within each row.
+
+    none  an entry of those that change no experts, where others do
+    """
+    most = max(map(len, parts))
+    parts = [
+        np.pad(part, ((0, most - len(part)), (0, 0)), constant_values=none)
+        if len(part) < most
+        else part
+        for part in parts
+    ]
     return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).ravel()

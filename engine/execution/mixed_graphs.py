@@ -25,6 +25,7 @@ from engine.execution.gpu_decoder import GpuModel
 from engine.execution.lora_inputs import LoraInputs, fill_segments
 from engine.execution.lora_table import LoraScope
 from engine.execution.uploads import upload
+from engine.model.gpu_delta import StateTables
 from kernels.attention_decode import DecodeWorkspace
 from kernels.lora.plan import RANK_BLOCK, LoraPlan, empty_plan, fill_plan
 from kernels.sampling import greedy_triton
@@ -79,6 +80,7 @@ class MixedGraphs:
         self._sample_rows = ints(max_rows, dtype=torch.int64)
         self._sample_indptr = ints(max_rows + 1)
         vocab_size = model.config.vocab_size
+        self._states = None if model.delta is None else StateTables(model.delta, max_rows)
         self._logits = torch.empty(max_rows, vocab_size, dtype=model.arena.dtype, device=device)
         self.token_ids = ints(max_rows, dtype=torch.int64)
         self.marked = ints(max_rows, dtype=torch.int64)
@@ -154,6 +156,8 @@ class MixedGraphs:
         num_samples = batch.sample_rows.shape[0]
         self._sample_rows[:num_samples].copy_(batch.sample_rows)
         self._sample_rows[num_samples : shape.rows].zero_()
+        if self._states is not None and batch.delta is not None:
+            self._states.load(batch.delta, shape.rows)
         if batch.lora is not None:
             self._lora.load(batch.lora, shape.rows)
             bounds = batch.lora.seg_indptr.long()
@@ -206,6 +210,9 @@ class MixedGraphs:
             page_tables=self._page_tables.index_select(0, self._block_row[: shape.blocks]),
             size=BLOCK,
         )
+        if self._states is not None:
+            states = self._states.inputs(batch.query_start, shape.tokens, shape.tokens)
+            batch = replace(batch, states=states)
         logits = self._logits[: shape.rows]
         # One buffer for all graphs: each one's own would be a gigabyte in all.
         logits.copy_(self._model.forward(replace(batch, blocks=blocks)))
@@ -223,6 +230,8 @@ class MixedGraphs:
             buffer.zero_()
         for indices in (self._token_ids, self._block_row, self._sample_rows):
             indices.zero_()
+        if self._states is not None:
+            self._states.clear()
         self._lora.clear()
 
 

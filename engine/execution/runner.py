@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from engine.execution.verification import Verification, on_device, on_host
 from engine.memory.prefix_cache import AdapterKey
 from engine.model.config import ModelConfig
 from engine.model.delta_states import DeltaStates
+from engine.model.kv_layers import AttentionByKind, KvLayers
 from engine.model.rope import LayerRopes
 from engine.model.weights import Weights, as_served, load_weights
 from engine.sampling.logits import LogitsProcessor
@@ -39,6 +41,7 @@ from engine.sampling.sampler import Sampled
 from engine.sequence import Step
 from engine.stats import Precision
 from kernels.attention_cpu import CpuAttention
+from kernels.experts.lora import ExpertLora
 from kernels.huge_pages import keep_freed_memory, lazy_zeros
 from kernels.kv_pages import PageLayout
 from kernels.lora.cpu import CpuLora
@@ -67,7 +70,7 @@ class ModelRunner:
         """Load the model. Raises UnsupportedModel, OutOfMemory, ValueError for the arena's size."""
         self._gpu: GpuRunner | None = None
         self._cpu_lora: CpuLora | None = None
-        self._cpu_attention: CpuAttention | None = None
+        self._cpu_attention: list[CpuAttention] = []
         self.draft_heads: DraftHeads | None = None
         try:
             self._set_up(config, model, weights)
@@ -118,10 +121,11 @@ class ModelRunner:
         self.base = BaseWeights(model, self._decoder)
         plan = model.plan
         rotations = [r for i, r in enumerate(plan.rotations) if i not in plan.delta_layers]
-        self._rope = LayerRopes(model.head_dim, rotations, max_positions, self.arena.device)
+        self._rope = LayerRopes(model.head_dims, rotations, max_positions, self.arena.device)
+        self._kv_layers = KvLayers(plan.shapes) if plan.shapes else None
         if config.is_cpu:
             keep_freed_memory()
-        if config.is_cpu and dtype == torch.float32 and plan.delta is None:
+        if config.is_cpu and dtype == torch.float32 and plan.delta is None and not plan.shapes:
             self._cpu_lora = CpuLora(
                 arena=layout.tiles(self.arena),
                 widths=model.projection_widths,
@@ -129,15 +133,23 @@ class ModelRunner:
                 max_bytes=_MAX_STACK_BYTES,
             )
         if config.is_cpu and dtype == torch.float32 and not layout.is_fp8:
-            self._cpu_attention = CpuAttention(
-                ropes=self._rope.layers,
+            self._cpu_attention = self._attention_on_a_cpu()
+
+    def _attention_on_a_cpu(self) -> list[CpuAttention]:
+        """Return the attention of layers with heads of each shape."""
+        plan = self._model.plan
+        return [
+            CpuAttention(
+                ropes=ropes,
                 arena=self.arena,
                 layout=layout,
-                num_heads=model.num_heads,
-                windows=plan.windows,
+                num_heads=self._model.num_heads,
+                windows=windows,
                 scale=plan.attention_scale,
                 growth=None if plan.growth is None else plan.growth.factors,
             )
+            for layout, ropes, windows in self._kinds()
+        ]
 
     def adapter_order(self, keys: Iterable[AdapterKey]) -> Mapping[Hashable, int]:
         """Return the order of adapters in which the step runs fastest; missing ones come last."""
@@ -206,16 +218,30 @@ class ModelRunner:
 
     def _attention(self, batch: Batch) -> Attention:
         self._rope.extend_to(int(batch.context_lens.max()))
-        if self._cpu_attention is None:
+        if not self._cpu_attention:
             ropes = self._rope.layers
             return PagedAttention(batch, ropes, self.arena, self._layout, self._model)
-        return self._cpu_attention.plan(
-            positions=batch.positions,
-            slots=batch.slots,
-            query_start=batch.query_start,
-            context_lens=batch.context_lens,
-            page_tables=batch.page_tables,
-        )
+        steps = [
+            attention.plan(
+                positions=batch.positions,
+                slots=batch.slots,
+                query_start=batch.query_start,
+                context_lens=batch.context_lens,
+                page_tables=batch.page_tables,
+            )
+            for attention in self._cpu_attention
+        ]
+        return steps[0] if self._kv_layers is None else AttentionByKind(steps, self._kv_layers)
+
+    def _kinds(self) -> Iterator[tuple[PageLayout, Sequence[Any], tuple[int | None, ...]]]:
+        """Yield layout, ropes and windows of layers with heads of each shape, by their places."""
+        layers, ropes, windows = self._kv_layers, self._rope.layers, self._model.plan.windows
+        if layers is None:
+            yield self._layout, ropes, windows
+            return
+        for kind, layout in enumerate(layers.layouts(self._layout)):
+            found = layers.by_place(kind, layout, windows) if windows else []
+            yield layout, layers.by_place(kind, layout, ropes), tuple(found)
 
     def _adapters(self, batch: Batch) -> Adapters | None:
         if batch.lora is None:
@@ -225,7 +251,10 @@ class ModelRunner:
             if self._cpu_lora is None
             else self._cpu_lora.prepare(batch.lora, batch.adapter_keys)
         )
-        extras = batch.lora.extras
+        experts, extras = self._model.plan.experts, batch.lora.extras
+        if experts is not None and any(batch.lora.has_experts):
+            tiles, num_layers = self._layout.tiles(self.arena), self._model.num_layers
+            tiled.experts = ExpertLora(batch.lora, tiles, num_layers, experts.num)
         return tiled if extras is None else ExtendedAdapters(tiled, extras, self.arena)
 
 

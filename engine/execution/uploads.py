@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+_DTYPES = {
+    "bool": torch.bool, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32,
+}  # fmt: skip
 # Parts of one copy begin at multiples of this, so that a kernel may read them in wide words.
 _ALIGNMENT = 16
 

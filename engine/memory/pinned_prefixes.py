@@ -293,7 +293,7 @@ class PinnedPrefixes:
 
     def _take(self, pin: _Pin) -> None:
         before, pin.pages = pin.held, self._prefixes.take(pin.keys)
-        pin.state = self._prefixes.take_state(pin.pages)
+        pin.state = list(self._prefixes.take_state(pin.pages))
         self._prefixes.release(before)
 
     def _keys(self, request: Request, num_pages: int | None = None) -> list[bytes]:

@@ -77,7 +77,7 @@ class PrefixCache:
         self._pool, self.is_enabled, self._has_states = pool, is_enabled, has_states
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._state_of: dict[int, list[int]] = {}  # page -> pages of the state behind it
+        self._state_of: dict[int, array[int]] = {}  # page -> pages of the state behind it
         self._page_before: dict[int, int] = {}  # the first of these -> page
         # page, or first page of a state -> when it was last used, by the pool's time; least
         # recently used first
@@ -110,15 +110,17 @@ class PrefixCache:
         """Return how many of the first keys have a page."""
         return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
 
-    def take_state(self, pages: Sequence[int]) -> list[int]:
+    def take_state(self, pages: Sequence[int]) -> array[int]:
         """Share the state behind these pages, which were taken, with the caller; empty: none is."""
-        state = self._state_of.get(pages[-1], []) if pages else []
+        state = self._state_of.get(pages[-1]) if pages else None
+        if state is None:
+            return array("q")
         self._pool.share(state)
         for page in state[:1]:
             self._idle.pop(page, None)
         return state
 
-    def keep_state(self, key: bytes, page: int, state: list[int]) -> bool:
+    def keep_state(self, key: bytes, page: int, state: array[int]) -> bool:
         """Keep the state behind the caller's full page, and the page, unless a state is known.
 
         Who reads the state has the page, too: so an idle page's state is idle.

@@ -23,9 +23,11 @@ from contract.adapters.families import (
     has_images,
     text_config,
 )
+from contract.layer_shapes import LayerShape
 from engine.errors import UnsupportedModel
 from engine.model.families import PLANS
 from engine.model.fields import NEUTRAL, Fields
+from engine.model.kv_layers import KvLayers
 from engine.model.plan import Plan
 from engine.model.quantization import Fp8Scheme, Int4Scheme, read_scheme
 
@@ -39,6 +41,11 @@ _AROUND_TEXT = frozenset({
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act",
     "spatial_merge_size", "text_config", "tie_word_embeddings", "video_token_id", "vision_config",
     "vision_end_token_id", "vision_feature_layer", "vision_start_token_id",
+})  # fmt: skip
+# Those of a model that hears, too.
+_AROUND_AUDIO = frozenset({
+    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index",
+    "eoi_token_id",
 })  # fmt: skip
 
 # A layer's linears, in the order of the model -> their places in `kernels.Projection`.
@@ -104,8 +111,25 @@ class ModelConfig:
             (0, 0),
         )
 
+    @property
+    def expert_widths(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of an expert, in the order of `kernels.Projection`; it has no attention."""
+        assert self.plan.experts is not None
+        hidden, inner = self.hidden_size, self.plan.experts.inner
+        none = (0, 0)
+        return none, none, none, none, (hidden, inner), (hidden, inner), (inner, hidden), none
+
+    def shape(self, layer: int) -> LayerShape:
+        """Return the shape of a layer with attention."""
+        if self.plan.shapes:
+            return self.plan.shapes[layer]
+        window = self.window(layer)
+        return LayerShape(self.head_dim, self.num_kv_heads, self.intermediate_size, window is None)
+
     def widths(self, layer: int) -> tuple[tuple[int, int], ...]:
         """Return (in, out) of a layer's linears, in the order of `kernels.Projection`."""
+        if self.plan.shapes:
+            return *self.shape(layer).widths(self.hidden_size, self.num_heads), (0, 0)
         delta = self.plan.delta
         if delta is None or layer not in self.plan.delta_layers:
             return self.projection_widths
@@ -116,17 +140,33 @@ class ModelConfig:
     @property
     def widest(self) -> int:
         """Return the widest input or output of a layer's linears."""
-        return max(max(pair) for layer in range(self.num_layers) for pair in self.widths(layer))
+        experts = () if self.plan.experts is None else self.expert_widths
+        layers = (self.widths(layer) for layer in range(self.num_layers))
+        return max(max(pair) for pairs in (*layers, experts) for pair in pairs)
 
     def linears(self, layer: int) -> Mapping[str, int]:
         """Return a layer's linears, in the model's order -> their `kernels.Projection`."""
         mixer = _DELTA if layer in self.plan.delta_layers else _ATTENTION
-        return {**mixer, **{name: 4 + index for index, name in enumerate(self.mlp)}}
+        linears = {**mixer, **{name: 4 + index for index, name in enumerate(self.mlp)}}
+        widths = self.widths(layer)
+        return {name: place for name, place in linears.items() if widths[place][1]}
 
     @property
     def num_kv_layers(self) -> int:
         """Return the number of layers that keep keys and values: those with attention."""
         return self.num_layers - len(self.plan.delta_layers)
+
+    @property
+    def kv_page(self) -> tuple[int, int, int]:
+        """Return (layers, heads, width) of keys and values in a page."""
+        if self.plan.shapes:
+            return KvLayers(self.plan.shapes).page
+        return self.num_kv_layers, self.num_kv_heads, self.head_dim
+
+    @property
+    def head_dims(self) -> int | tuple[int, ...]:
+        """Return the width of a head: one, or each layer's."""
+        return tuple(shape.head_dim for shape in self.plan.shapes) or self.head_dim
 
     @property
     def attention_scale(self) -> float:
@@ -187,6 +227,7 @@ class ModelConfig:
                 param="num_key_value_heads",
             )
         eos = [] if eos_token_id is None else eos_token_id
+        is_fp4 = plan.experts is not None and plan.experts.is_fp4  # and nothing else is quantised
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
@@ -205,7 +246,7 @@ class ModelConfig:
             qkv_bias=shape.biased >= {*QKV},
             o_bias=shape.biased >= {*O},
             mlp_bias=shape.biased >= {*MLP},
-            scheme=read_scheme(given, _modules(num_layers, shape, plan)),
+            scheme=None if is_fp4 else read_scheme(given, _modules(num_layers, shape, plan)),
         )
 
 
@@ -213,8 +254,10 @@ def _text_of(given: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text model alone."""
     if not has_images(given):
         return given
+    known = _AROUND_TEXT | NEUTRAL
+    known |= _AROUND_AUDIO if given["model_type"] == "gemma4" else frozenset()
     for name, value in given.items():
-        is_known = name in _AROUND_TEXT | NEUTRAL and name != "quantization_config"
+        is_known = name in known and name != "quantization_config"
         if value and not is_known:
             raise UnsupportedModel(f"config.json: {name} is not supported", param=name)
     try:

@@ -48,6 +48,8 @@ def share_model(model: Any, *, may_pack: bool = False) -> LoadedModel:
     """
     _refuse(model)
     parameters = dict(model.named_parameters())
+    buffers = model.named_buffers()  # Gemma 4 saves this one
+    parameters |= {name: each for name, each in buffers if name.endswith(".layer_scalar")}
     first = next(iter(parameters.values()))
     for name, parameter in parameters.items():
         _check_parameter(name, parameter, first)
@@ -124,6 +126,9 @@ class _Module:
     def load(self, name: str, *shape: int) -> torch.Tensor:
         data = self._take(name, shape).data
         return data.float() if self._is_copied else data
+
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        raise UnsupportedModel(f"parameter {name} is quantised", param=name)
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         parts = [

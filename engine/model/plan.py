@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from contract.layer_shapes import LayerShape
 from engine.model.rope import QueryGrowth, Rotation
 from kernels.delta import DeltaShape
 from kernels.experts import ExpertShape
@@ -51,9 +52,14 @@ class Plan:
     delta            of the layers that have a gated delta net in the place of attention, the
                      shape; None: there are none
     delta_layers     which they are
+    has_sinks        whether each head of q has one more score, of a key without a value
     experts          of the layers that have them in the place of one MLP, the shape; None: there
                      are none
     expert_layers    which they are
+    logit_cap        the logits are cut off smoothly there; None: they are not
+    shapes           the layers' shapes, where they differ; values have then a norm, too, and a
+                     layer's sums are multiplied by a number of its own
+    per_layer        (vocabulary, width) of the layers' own embeddings; None: there are none
     unread           beginnings of the names of tensors that are not read
     max_positions    the context, if it is less than config.json's; None: it is not
     """
@@ -74,17 +80,28 @@ class Plan:
     is_gated: bool = False
     delta: DeltaShape | None = None
     delta_layers: tuple[int, ...] = ()
+    has_sinks: bool = False
     experts: ExpertShape | None = None
     expert_layers: tuple[int, ...] = ()
+    logit_cap: float | None = None
+    shapes: tuple[LayerShape, ...] = ()
+    per_layer: tuple[int, int] | None = None
     unread: tuple[str, ...] = ()
     max_positions: int | None = None
 
     @property
     def on_a_cpu_alone(self) -> str:
-        """Return the part of the layers without kernels for a GPU; empty: there is none."""
-        if self.delta is not None:
-            return "gated delta nets"
-        return "" if self.experts is None else "experts"
+        """Return the part of the layers that a GPU does not serve; empty: there is none."""
+        if self.shapes:
+            return "layers of several shapes"
+        return "attention sinks" if self.has_sinks else ""
+
+    @property
+    def trained_on_a_cpu_alone(self) -> str:
+        """Return the part of the layers that a GPU does not train; empty: there is none."""
+        if self.on_a_cpu_alone or self.experts is not None:
+            return self.on_a_cpu_alone or "experts"
+        return "" if self.delta is None else "gated delta nets"
 
     @property
     def is_gelu(self) -> bool:
@@ -98,5 +115,7 @@ class Plan:
         return hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Multiply logits [N, V] by their factor."""
+        """Multiply logits [N, V] by their factor, or cut them off."""
+        if self.logit_cap is not None:
+            return self.logit_cap * torch.tanh(logits / self.logit_cap)
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale

@@ -123,6 +123,20 @@ class LongRope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4's: a share of the frequencies, the first, that are those of a whole head."""
+
+    share: float
+    factor: float
+    attention_factor: float = 1.0
+    max_positions: int = 0
+
+    def scale(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        turning = torch.arange(len(inverse)) < int(self.share * len(inverse))
+        return torch.where(turning, inverse, 0.0) / self.factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
     """The rotation of q and k by their position.
 
@@ -198,18 +212,19 @@ class LayerRopes:
 
     def __init__(
         self,
-        head_dim: int,
+        head_dims: int | Sequence[int],
         rotations: Sequence[Rotation | None],
         max_positions: int,
         device: torch.device,
     ) -> None:
-        made = {
-            rotation: RopeTables(head_dim, rotation, max_positions, device)
-            for rotation in dict.fromkeys(rotations)
-            if rotation is not None
-        }
+        """head_dims: the width of a head, in all layers or in each."""
+        dims = [head_dims] * len(rotations) if isinstance(head_dims, int) else head_dims
+        layers = [(d, each) for d, each in zip(dims, rotations, strict=True) if each is not None]
+        made = {each: RopeTables(*each, max_positions, device) for each in dict.fromkeys(layers)}
         self._made = list(made.values())
-        self.layers = tuple(None if each is None else made[each] for each in rotations)
+        self.layers = tuple(
+            None if each is None else made[d, each] for d, each in zip(dims, rotations, strict=True)
+        )
 
     def extend_to(self, num_positions: int) -> None:
         """Fill the rows of the first `num_positions` positions."""
@@ -245,6 +260,7 @@ def read_rotation(
         "llama3": _llama3,
         "yarn": _yarn,
         "longrope": _longrope,
+        "proportional": _proportional,
     }
     if rope_type != "default" and rope_type not in readers:
         raise UnsupportedModel(
@@ -274,6 +290,11 @@ def read_rotation(
 
 def _linear(given: _Parameters, max_position_embeddings: int) -> LinearScaling:
     return LinearScaling(factor=given.number("factor"))
+
+
+def _proportional(given: _Parameters, max_position_embeddings: int) -> ProportionalScaling:
+    share = given.number("partial_rotary_factor", 1.0)
+    return ProportionalScaling(share=share, factor=given.number("factor", 1.0))
 
 
 def _longrope(given: _Parameters, max_position_embeddings: int) -> LongRope:

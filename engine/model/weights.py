@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from contract.adapters.families import DELTA_IN, DELTA_OUT, FUSED, MLP, QKV, O
 from engine.errors import UnsupportedModel
 from engine.model.config import ModelConfig
+from engine.model.fp4_tensors import FP4_GROUP, dense_fp4
 from engine.model.int4_tensors import read_int4
+from engine.model.per_layer import PerLayerGate, PerLayerWeights
 from engine.model.quantization import Fp8Scheme, Int4Scheme
 from kernels.delta import DeltaShape, DeltaWeights
 from kernels.experts import ExpertShape, ExpertWeights
@@ -42,7 +44,10 @@ _TEXT_NAMES = {
     **{
         f"{model}{part}.": None
         for model in ("", "model.")
-        for part in ("vision_tower", "multi_modal_projector", "visual")
+        for part in (
+            *("vision_tower", "multi_modal_projector", "visual"),
+            *("audio_tower", "embed_vision", "embed_audio"),
+        )
     },
 }
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -76,11 +81,14 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None  # [E]
     gate_up_bias: torch.Tensor | None = None  # [2 I]
     down_bias: torch.Tensor | None = None  # [E]
-    qk_norm: torch.Tensor | None = None  # q, then k: [2, D], or [(H + K) D]
+    qk_norm: torch.Tensor | None = None  # q, k (and v, if there is one): [2, D], or [(H + K) D]
     attention_out_norm: torch.Tensor | None = None  # [E], of what is added to the residual
     mlp_out_norm: torch.Tensor | None = None  # [E]
+    sinks: torch.Tensor | None = None  # [H]
     delta: DeltaWeights | None = None
     experts: ExpertWeights | None = None
+    per_layer: PerLayerGate | None = None
+    scale: float = 1.0  # factor of the layer's sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +105,7 @@ class Weights:
     lm_head: torch.Tensor  # [V, E]; the embedding's own tensor when they are tied
     may_pack: bool = True
     kv_scales: KvScales = ()
+    per_layer: PerLayerWeights | None = None
 
 
 class Watch(Protocol):
@@ -118,6 +127,9 @@ class TensorSource(Protocol):
         """Return whether there is a tensor of this name that was not taken yet."""
 
     def load(self, name: str, *shape: int) -> torch.Tensor: ...
+
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a tensor that is stored in MXFP4, in blocks along its last dimension."""
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         """Return linears' weights [height, width] stacked by rows: [sum of heights, width]."""
@@ -182,6 +194,15 @@ class _Checkpoint:
 
     def load(self, name: str, *shape: int) -> torch.Tensor:
         return self._take(name, shape).to(self._device, self._dtype)
+
+    def load_fp4(self, name: str, *shape: int) -> torch.Tensor:
+        *rows, width = shape
+        places = (*rows, width // FP4_GROUP)
+        blocks = self._take(f"{name}_blocks", (*places, FP4_GROUP // 2), (torch.uint8,))
+        scales = self._take(f"{name}_scales", places, (torch.uint8,))
+        if self._device == "meta":
+            return torch.empty(shape, device="meta", dtype=self._dtype)
+        return dense_fp4(blocks, scales, self._dtype).to(self._device)
 
     def fuse(self, names: tuple[str, ...], heights: tuple[int, ...], width: int) -> Matrix:
         modules = [name.removesuffix(".weight") for name in names]
@@ -355,6 +376,7 @@ def build_weights(
     loaded = (_load_layer(checkpoint, config, index) for index in range(config.num_layers))
     layers = as_served(embedding, loaded, kv_scales, in_fp8=in_fp8, watch=watch)
     norm = _load_norm(checkpoint, config, "model.norm", hidden)
+    per_layer = _load_per_layer(checkpoint, config)
     checkpoint.drop("rotary_emb.inv_freq")  # old checkpoints carry this constant
     for prefix in config.plan.unread:
         checkpoint.drop(prefix=prefix)
@@ -366,6 +388,7 @@ def build_weights(
         lm_head=lm_head,
         may_pack=may_pack,
         kv_scales=kv_scales,
+        per_layer=per_layer,
     )
 
 
@@ -425,7 +448,7 @@ def _load_norm(
 
 
 def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> LayerWeights:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, widths = config.hidden_size, config.widths(index)
     prefix = f"model.layers.{index}"
     norms: dict[str, Any] = {}
     for place, name in config.plan.norms._asdict().items():
@@ -447,21 +470,26 @@ def _load_layer(checkpoint: TensorSource, config: ModelConfig, index: int) -> La
             "delta": _load_delta(checkpoint, f"{prefix}.linear_attn", delta),
         }
     else:
+        there = [(name, out) for name, (_, out) in zip(QKV, widths, strict=False) if out]
+        names, heights = zip(*there, strict=True)
         mixer = {
-            "qkv": fuse(QKV, (config.q_rows, config.kv_size, config.kv_size), hidden),
-            "o": fuse(O, (hidden,), config.q_size),
+            "qkv": fuse(names, heights, hidden),
+            "o": fuse(O, (hidden,), widths[3][0]),
             **_load_attention_extras(checkpoint, config, f"{prefix}.self_attn"),
         }
+        if config.plan.shapes:
+            mixer |= _load_shaped(checkpoint, config, index)
     experts = None
     if config.plan.experts is not None and index in config.plan.expert_layers:
-        experts = _load_experts(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
+        of_family = _load_biased if config.plan.experts.has_biases else _load_experts
+        experts = of_family(checkpoint, f"{prefix}.mlp", hidden, config.plan.experts)
     if experts is not None and experts.shared_gate is None:
         mlp: dict[str, Any] = {
             "gate_up": experts.router.new_empty(0, hidden),
             "down": experts.router.new_empty(hidden, 0),
         }
     else:
-        gate, up, down = MLP if experts is None else config.mlp
+        (gate, up, down), inner = MLP if experts is None else config.mlp, widths[6][0]
         mlp = {
             "gate_up": fuse((gate, up), (inner, inner), hidden),
             "down": fuse((down,), (hidden,), inner),
@@ -492,6 +520,67 @@ def _load_experts(
     return ExpertWeights(router, stacks[0], stacks[1], shared)
 
 
+def _load_biased(
+    checkpoint: TensorSource, mlp: str, hidden: int, shape: ExpertShape
+) -> ExpertWeights:
+    """Read gpt-oss's experts: a gate's row lies before its up's, plain matrices are [in, out]."""
+    num, inner, experts = shape.num, shape.inner, f"{mlp}.experts"
+
+    def load(name: str, width_in: int, width_out: int) -> torch.Tensor:
+        if shape.is_fp4:
+            return checkpoint.load_fp4(f"{experts}.{name}", num, width_out, width_in)
+        return checkpoint.load(f"{experts}.{name}", num, width_in, width_out).transpose(1, 2)
+
+    def halves(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+    return ExpertWeights(
+        router=checkpoint.load(f"{mlp}.router.weight", num, hidden),
+        gate_up=halves(load("gate_up_proj", hidden, 2 * inner)),
+        down=load("down_proj", inner, hidden).contiguous(),
+        router_bias=checkpoint.load(f"{mlp}.router.bias", num),
+        gate_up_bias=halves(checkpoint.load(f"{experts}.gate_up_proj_bias", num, 2 * inner)),
+        down_bias=checkpoint.load(f"{experts}.down_proj_bias", num, hidden),
+    )
+
+
+def _load_shaped(checkpoint: TensorSource, config: ModelConfig, index: int) -> dict[str, Any]:
+    """Return what Gemma 4's layers have: norms of heads, an input of their own, a factor."""
+    prefix, shape = f"model.layers.{index}", config.shape(index)
+    own = ("q",) if shape.keys_of is not None else ("q", "k")
+    norms = [
+        _load_norm(checkpoint, config, f"{prefix}.self_attn.{name}_norm", shape.head_dim)
+        for name in own
+    ]
+    if shape.keys_of is None:
+        norms.append(torch.ones_like(norms[0]))  # values have a norm without a weight
+    found: dict[str, Any] = {"qk_norm": torch.stack(norms)}
+    scale = checkpoint.load(f"{prefix}.layer_scalar", 1)
+    found["scale"] = 1.0 if scale.is_meta else scale.item()
+    if config.plan.per_layer is not None:
+        hidden, (_, width) = config.hidden_size, config.plan.per_layer
+        found["per_layer"] = PerLayerGate(
+            gate=checkpoint.load(f"{prefix}.per_layer_input_gate.weight", width, hidden),
+            projection=checkpoint.load(f"{prefix}.per_layer_projection.weight", hidden, width),
+            norm=_load_norm(checkpoint, config, f"{prefix}.post_per_layer_input_norm", hidden),
+        )
+    return found
+
+
+def _load_per_layer(checkpoint: TensorSource, config: ModelConfig) -> PerLayerWeights | None:
+    if config.plan.per_layer is None:
+        return None
+    vocabulary, width = config.plan.per_layer
+    rows = config.num_layers * width
+    return PerLayerWeights(
+        embedding=checkpoint.load("model.embed_tokens_per_layer.weight", vocabulary, rows),
+        projection=checkpoint.load(
+            "model.per_layer_model_projection.weight", rows, config.hidden_size
+        ),
+        norm=_load_norm(checkpoint, config, "model.per_layer_projection_norm", width),
+    )
+
+
 def _load_delta(checkpoint: TensorSource, prefix: str, shape: DeltaShape) -> DeltaWeights:
     channels, heads = shape.widths[0], shape.num_values
     return DeltaWeights(
@@ -514,7 +603,7 @@ def _load_mlp_biases(checkpoint: TensorSource, config: ModelConfig, mlp: str) ->
 def _load_attention_extras(
     checkpoint: TensorSource, config: ModelConfig, attention: str
 ) -> dict[str, torch.Tensor]:
-    """Return the biases, and the norms of q and k, which only some models have."""
+    """Return the biases, the norms of q and k, and the sinks, which only some models have."""
     hidden, head = config.hidden_size, config.head_dim
     extras = {}
     if config.qkv_bias:
@@ -523,7 +612,9 @@ def _load_attention_extras(
         extras["qkv_bias"] = torch.cat(biases)
     if config.o_bias:
         extras["o_bias"] = checkpoint.load(f"{attention}.o_proj.bias", hidden)
-    if config.plan.qk_norm is not None:
+    if config.plan.has_sinks:
+        extras["sinks"] = checkpoint.load(f"{attention}.sinks", config.num_heads)
+    if config.plan.qk_norm is not None and not config.plan.shapes:
         is_whole = config.plan.qk_norm == "all"
         widths = (config.q_size, config.kv_size) if is_whole else (head, head)
         norms = [

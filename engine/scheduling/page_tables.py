@@ -108,7 +108,7 @@ class PageTables:
     def give_back(self, sequence: Sequence, pages: list[int]) -> None:
         """Undo `find`."""
         self._prefixes.release(sequence.state_before)
-        sequence.state_before = []
+        sequence.state_before = array("q")
         self._prefixes.release(pages[self._first_seen(len(pages) * self._page_size) :])
 
     def start(self, sequence: Sequence, pages: list[int]) -> None:
@@ -128,7 +128,7 @@ class PageTables:
         Its steps will end where a state is worth keeping: at the last full pages of its prompt, and
         where it leaves a prefix that is known but has no state.
         """
-        sequence.state = self._pool.take(self._num_state, PageUse.KV)
+        sequence.state = self._take_state()
         if self._prefixes.is_enabled:
             num_full = (sequence.num_tokens - 1) // self._page_size
             known = self._prefixes.count_known(self._keys(sequence, num_full))
@@ -136,6 +136,9 @@ class PageTables:
             sequence.borders = {
                 n * self._page_size for n in (known, *(e // self._page_size for e in ends))
             }
+
+    def _take_state(self) -> array[int]:
+        return array("q", self._pool.take(self._num_state, PageUse.KV))
 
     def cut(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of its next `num_tokens` tokens come before or at the next border."""
@@ -153,7 +156,7 @@ class PageTables:
         """Release the pages of a sequence that runs no longer."""
         self._prefixes.release(sequence.pages)
         self._prefixes.release(sequence.state_pages)
-        sequence.state = sequence.state_before = []
+        sequence.state = sequence.state_before = array("q")
         sequence.page_table = array("i")
         sequence.num_computed = sequence.num_dropped = 0
         self._num_drafts.pop(sequence, None)
@@ -198,7 +201,7 @@ class PageTables:
         if not self._pool.can_take(self._num_state):
             return
         if self._prefixes.keep_state(key, page, sequence.state):
-            sequence.state = self._pool.take(self._num_state, PageUse.KV)
+            sequence.state = self._take_state()
 
     def _keep_unsure(self, row: Row, first: int) -> tuple[int, int]:
         """Keep in mind which pages are not offered yet. -> the first to be, and the sure tokens."""

@@ -234,6 +234,13 @@ class Scheduler:
                 return False
         return True
 
+    def restart(self, rows: list[Row]) -> None:
+        """Compute sequences again whose states a step has changed that does not count."""
+        for sequence in [row.sequence for row in rows]:
+            if sequence.is_running and sequence.state and not sequence.has_new_state:
+                self._stop(sequence)
+                self._queue.enter(sequence, self._now)
+
     def _preempt(self, step: Step, victim: Sequence, cause: PreemptionCause) -> None:
         for row in [row for row in step.rows if row.sequence is victim]:
             step.rows.remove(row)

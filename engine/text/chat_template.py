@@ -40,7 +40,10 @@ class ChatTemplate:
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(
             environment.parse(source)
         )
-        self.takes_thoughts = "reasoning_content" in source
+        self._thought = next(
+            (n for n in ("reasoning_content", "thinking") if f".{n}" in source), ""
+        )
+        self.takes_thoughts = bool(self._thought) or "reasoning_content" in source
         self._control, self._special_tokens = control, special_tokens
 
     def render(
@@ -58,7 +61,7 @@ class ChatTemplate:
         try:
             rendered = self._template.render(
                 self._control.guard(options or {}),
-                messages=[self._control.guard(dict(message)) for message in messages],
+                messages=[self._control.guard(self._named(message)) for message in messages],
                 tools=[self._control.guard(dict(tool)) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
@@ -67,6 +70,13 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise PromptError(f"The chat template refuses these messages: {error}") from error
         return Chat(*self._control.seal(rendered))
+
+    def _named(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in which the thought has gpt-oss's name where the template has that."""
+        named = dict(message)
+        if self._thought == "thinking" and "reasoning_content" in named:
+            named["thinking"] = named.pop("reasoning_content")
+        return named
 
 
 class _Generation(jinja2.ext.Extension):

@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 
 from contract.adapters.base_shape import context_length
 from engine.text.answer_text import Detokenizer
+from engine.text.call_formats import CallFormat, call_format
 from engine.text.chat_template import Chat, ChatTemplate, PromptError
 from engine.text.control_tokens import ControlTokens
-from engine.text.thoughts import ThoughtMarks
+from engine.text.harmony import Harmony
+from engine.text.thoughts import ThoughtMarks, Thoughts
 from engine.text.token_pieces import TokenPieces
 from engine.text.tokenizer_files import read_json, read_special_tokens
 
@@ -28,8 +30,10 @@ class TextCodec:
 
     def __init__(self, model_dir: Path) -> None:
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        config = read_json(model_dir / "config.json")
         self._set_up(tokenizer, _template_source(model_dir), read_special_tokens(model_dir))
-        self.context_length = context_length(read_json(model_dir / "config.json")) or 2048
+        self.context_length = context_length(config) or 2048
+        self._config: dict[str, Any] = config.get("text_config") or config
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: str, special_tokens: dict[str, str]) -> Self:
@@ -41,6 +45,7 @@ class TextCodec:
         """
         codec = cls.__new__(cls)
         codec._set_up(tokenizer, template, special_tokens)
+        codec._config = {}
         return codec
 
     def _set_up(
@@ -60,7 +65,12 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         #: Names of added tokens that are part of a text, as `<tool_call>` of some models.
         self.added_text = frozenset(each.content for each in added.values() if not each.special)
-        self.thought_marks = ThoughtMarks.of({each.content: id for id, each in added.items()})
+        ids = {each.content: token_id for token_id, each in added.items()}
+        #: Added tokens by name.
+        self.added_ids = ids
+        #: The way in which the model tells its thoughts from its answer; None: it does not.
+        self.thoughts: Thoughts | None = ThoughtMarks.of(ids, self.pieces)
+        self.thoughts = self.thoughts or Harmony.of(ids, self.pieces)
 
     def with_template(self, source: str) -> Self:
         """Return a codec with this chat template: this one, if it has it."""
@@ -74,6 +84,13 @@ class TextCodec:
     def takes_tools(self) -> bool:
         """Return whether the chat template renders tools itself."""
         return self._template is not None and self._template.takes_tools
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """Return the form in which the model writes calls of tools; None: ours."""
+        if self._template is None or not self.takes_tools:
+            return None
+        return call_format(self._config, self._template.source)
 
     @property
     def takes_thoughts(self) -> bool:

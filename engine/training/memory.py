@@ -52,8 +52,13 @@ def input_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def kept_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the further bytes of a token in a layer that is not computed again."""
-    heads, rotated, plan = config.q_size, config.q_size + config.kv_size, config.plan
-    kept = rotated + config.kv_size + heads + (plan.qk_norm is not None) * rotated
+    plan, heads, keys = config.plan, config.q_size, config.kv_size
+    if plan.shapes:  # the largest layer's
+        heads, keys = (
+            max(w[i][1] for w in map(config.widths, range(config.num_layers))) for i in (0, 1)
+        )
+    rotated = heads + keys
+    kept = rotated + keys + heads + (plan.qk_norm is not None) * rotated
     kept += 2 * heads * plan.is_gated
     mixer = dtype.itemsize * kept + 4 * config.num_heads
     if plan.delta is not None:  # its graph: each stage in float32, and a chunk's tables

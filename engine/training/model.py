@@ -8,6 +8,7 @@ its halves' inputs alone, from which most is computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -28,11 +29,24 @@ from kernels.training import (
     Mixer,
     Norm,
     Pools,
+    ShapedHeads,
+    SharedKeys,
     answer_loss,
     attention_sublayer,
     mlp_sublayer,
     rms_norm,
 )
+
+
+class _Shared(NamedTuple):
+    """The tensors that layers of a pass share.
+
+    inputs  their own inputs [T, L, P]; None: they have none
+    keys    layer -> its keys and values, which later layers read
+    """
+
+    inputs: torch.Tensor | None
+    keys: dict[int, SharedKeys]
 
 
 class TrainingModel:
@@ -54,14 +68,14 @@ class TrainingModel:
         self.num_recomputed, self.between = num_recomputed, between
         self._weights = weights
         device = weights.embedding.device
-        if config.plan.on_a_cpu_alone and device.type != "cpu":
+        what = config.plan.trained_on_a_cpu_alone
+        if what and device.type != "cpu":
             raise UnsupportedModel(
-                f"adapters of models with {config.plan.on_a_cpu_alone} are trained on a CPU alone: "
-                "use one",
+                f"adapters of models with {what} are trained on a CPU alone: use one",
                 param="device",
             )
         self._rope = LayerRopes(
-            config.head_dim, config.plan.rotations, config.max_positions, device
+            config.head_dims, config.plan.rotations, config.max_positions, device
         )
 
     @property
@@ -83,10 +97,11 @@ class TrainingModel:
         # two of them: on a GPU autograd works through a graph in a thread of its own.
         passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         hidden = self._embed(batch)
+        shared = self._shared(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
             taken = hidden.detach().requires_grad_()
-            hidden = self._layer(taken, index, batch, sites[index], pools)
+            hidden = self._shaped(taken, index, batch, sites[index], pools, shared)
             passed.append((taken, hidden))
         self._pause()
         taken = hidden.detach().requires_grad_()
@@ -123,9 +138,10 @@ class TrainingModel:
     ) -> torch.Tensor:
         """-> [T, E], before the last norm"""
         hidden = self._embed(batch)
+        shared = self._shared(batch, hidden)
         for index in range(self.config.num_layers):
             self._pause()
-            hidden = self._layer(hidden, index, batch, sites[index], pools)
+            hidden = self._shaped(hidden, index, batch, sites[index], pools, shared)
         return hidden
 
     def _pause(self) -> None:
@@ -136,6 +152,30 @@ class TrainingModel:
         self._rope.extend_to(batch.rows.longest)
         hidden = functional.embedding(batch.token_ids, self._weights.embedding)
         return self.config.plan.embedded(hidden)
+
+    def _shared(self, batch: MicroBatch, hidden: torch.Tensor) -> _Shared:
+        plan, per_layer = self.config.plan, self._weights.per_layer
+        inputs = None
+        if per_layer is not None:
+            inputs = per_layer.inputs(batch.token_ids, hidden, plan.eps)
+        owners = {shape.keys_of for shape in plan.shapes if shape.keys_of is not None}
+        return _Shared(inputs, {owner: SharedKeys() for owner in owners})
+
+    def _shaped(
+        self,
+        hidden: torch.Tensor,
+        index: int,
+        batch: MicroBatch,
+        sites: Sequence[LoraSite],
+        pools: Pools,
+        shared: _Shared,
+    ) -> torch.Tensor:
+        """Return what a layer makes of hidden [T, E], with what it adds by its own input."""
+        layer, eps = self._weights.layers[index], self.config.plan.eps
+        out = self._layer(hidden, index, batch, sites, pools, shared)
+        if layer.per_layer is not None and shared.inputs is not None:
+            out = out + layer.per_layer.added(out, shared.inputs[:, index], eps)
+        return out if layer.scale == 1.0 else out * layer.scale
 
     def _norm(self, weight: torch.Tensor | None) -> Norm:
         plan = self.config.plan
@@ -148,6 +188,7 @@ class TrainingModel:
         batch: MicroBatch,
         sites: Sequence[LoraSite],
         pools: Pools,
+        shared: _Shared,
     ) -> torch.Tensor:
         """hidden [T, E] -> [T, E]"""
         layer, plan = self._weights.layers[index], self.config.plan
@@ -158,7 +199,7 @@ class TrainingModel:
             self._norm(layer.attention_norm),
             LoraWeight(layer.qkv, layer.qkv_bias, qkv),
             LoraWeight(layer.o, layer.o_bias, o),
-            self._mixer(index, layer),
+            self._mixer(index, layer, shared),
             pools,
             segments,
             batch.rows,
@@ -210,19 +251,24 @@ class TrainingModel:
         assert layer.mlp_norm is not None
         return rms_norm(hidden, layer.mlp_norm, self.config.plan.eps)
 
-    def _mixer(self, index: int, layer: LayerWeights) -> Mixer:
+    def _mixer(self, index: int, layer: LayerWeights, shared: _Shared) -> Mixer:
         plan = self.config.plan
         if layer.delta is not None and plan.delta is not None:
             return DeltaHeads(plan.delta, layer.delta, plan.eps)
         heads = self._heads(index, layer)
+        if plan.shapes:
+            owner = plan.shapes[index].keys_of
+            keys = shared.keys.get(index if owner is None else owner)
+            return ShapedHeads(heads, plan.shapes[index].has_v, keys, owner is not None)
         return GatedHeads(heads) if plan.is_gated else heads
 
     def _heads(self, index: int, layer: LayerWeights) -> Heads:
         config, rope, growth = self.config, self._rope.layers[index], self.config.plan.growth
+        shape = config.shape(index)
         return Heads(
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
+            num_kv_heads=shape.kv_heads,
+            dim=shape.head_dim,
             cos=None if rope is None else rope.cos,
             sin=None if rope is None else rope.sin,
             pairs=None if rope is None else rope.pairs,
@@ -231,6 +277,7 @@ class TrainingModel:
             qk_norm=layer.qk_norm,
             eps=config.plan.eps,
             growth=None if growth is None else growth.factors,
+            sinks=layer.sinks,
         )
 
     def _loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,5 +286,5 @@ class TrainingModel:
         norm = self._norm(weights.norm * self.config.plan.logit_scale)
         return answer_loss(
             hidden, weights.lm_head, batch.predicting, batch.targets, batch.weights,
-            norm=norm, reweigh=batch.reweigh,
+            norm=norm, reweigh=batch.reweigh, cap=self.config.plan.logit_cap,
         )  # fmt: skip

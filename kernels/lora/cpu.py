@@ -281,6 +281,7 @@ class CpuLoraStep:
         self, stacked: Sequence[_Bags | _Run], unstacked: list[tuple[int, int, list[list[Matrix]]]]
     ) -> None:
         self._stacked, self._unstacked = stacked, unstacked
+        self.experts: Any = None  # adapters of routed experts, which others apply
 
     def add(
         self,

@@ -52,7 +52,8 @@ class LoraTable:
     """The location of every virtual adapter's tiles.
 
     The entry of (virtual adapter v, layer l, projection p, tile t) is
-    `entry_start[v] + (l * 8 + p) * num_tiles[v] + t`. All tensors are on the arena's device.
+    `entry_start[v] + (l * 8 + p) * num_tiles[v] + t`. All tensors are on the arena's device. If v
+    changes routed experts, expert x of layer l is its layer L + l * X + x.
 
     entry_start  [A] int64
     num_tiles    [A] int32   tiles of the adapter's largest projection
@@ -216,6 +217,7 @@ class LoraBatch:
     seg_adapter  [G] int32      index into the table; -1: base only
     max_tiles                   most tiles of any adapter in the step; 0: no row has an adapter
     extras                      None: no adapter of the step has more than tiles
+    has_experts                 whether each adapter of the table changes routed experts
     """
 
     table: LoraTable
@@ -223,3 +225,4 @@ class LoraBatch:
     seg_adapter: torch.Tensor
     max_tiles: int
     extras: LoraExtras | None = None
+    has_experts: tuple[bool, ...] = ()

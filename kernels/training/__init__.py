@@ -11,7 +11,7 @@ from kernels.training.adamw import RunStep, adamw
 from kernels.training.attention import attention
 from kernels.training.cross_entropy import answer_loss
 from kernels.training.lora import lora_linear
-from kernels.training.mixers import DeltaHeads, GatedHeads
+from kernels.training.mixers import DeltaHeads, GatedHeads, ShapedHeads, SharedKeys
 from kernels.training.norms import Norm, rms_norm
 from kernels.training.pools import SPAN, LoraSite, Placement, Pools, make_sites
 from kernels.training.rope import rope
@@ -33,6 +33,8 @@ __all__ = [
     "Rows",
     "RunStep",
     "Segments",
+    "ShapedHeads",
+    "SharedKeys",
     "SiluMul",
     "adamw",
     "answer_loss",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
+from kernels.attention import attend
 from kernels.training.attention_triton import (
     attention_backward_triton,
     attention_forward_triton,
@@ -29,11 +29,12 @@ def takes_flash(q: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The range of attention: packed rows, the scores' scale, the window (None: the row)."""
+    """The range of attention: packed rows, the scores' scale, the window (None: the row), sinks."""
 
     rows: Rows
     scale: float
     window: int | None
+    sinks: torch.Tensor | None = None
 
     @property
     def flash_window(self) -> dict[str, int | None]:
@@ -80,7 +81,8 @@ def attention_by_row(
     options: Options,
 ) -> torch.Tensor:
     """Each row by torch's scaled_dot_product_attention, differentiable by autograd."""
-    parts, window = [], options.window
+    parts, window, sinks = [], options.window, options.sinks
+    sinks = None if sinks is None else sinks[:, None, None]
     for start, end in itertools.pairwise(options.rows.bounds):
         if start == end:
             continue
@@ -89,10 +91,7 @@ def attention_by_row(
         if window is not None and window < end - start:
             ones = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)
             mask = ones.tril().triu(1 - window)
-        out = functional.scaled_dot_product_attention(
-            own[0], own[1], own[2],
-            attn_mask=mask, is_causal=mask is None, scale=options.scale, enable_gqa=True,
-        )  # fmt: skip
+        out = attend(own[0], own[1], own[2], mask, options.scale, sinks, is_grouped=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts) if parts else torch.empty_like(q)
 

@@ -98,6 +98,7 @@ class _AnswerLoss(torch.autograd.Function):
         norm: Norm | None,
         chunk: int,
         reweigh: Callable[[torch.Tensor], torch.Tensor] | None,
+        cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         losses = torch.empty(len(tokens), dtype=wide, device=hidden.device)
@@ -107,7 +108,13 @@ class _AnswerLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             picked = hidden[tokens[part]]
             logits = (picked if norm is None else norm.forward(picked)) @ head.T
+            slopes = None
+            if cap is not None:
+                logits = torch.tanh(logits / cap)
+                slopes, logits = 1 - logits.square(), logits * cap
             losses[part] = loss_and_gradient(logits, targets[part], weights[part])
+            if slopes is not None:
+                logits *= slopes
             if keeps:
                 d_picked = logits @ head
                 gradient[part] = d_picked if norm is None else norm.backward(picked, d_picked)
@@ -123,7 +130,7 @@ class _AnswerLoss(torch.autograd.Function):
         gradient, tokens = ctx.saved_tensors
         d_hidden = gradient.new_zeros(ctx.shape)
         d_hidden[tokens] = gradient * d_total.to(gradient.dtype)
-        return d_hidden, None, None, None, None, None, None, None
+        return d_hidden, None, None, None, None, None, None, None, None
 
 
 def answer_loss(
@@ -136,6 +143,7 @@ def answer_loss(
     norm: Norm | None = None,
     chunk: int = CHUNK,
     reweigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropies of the tokens that follow `tokens`, and their weighted sum.
 
@@ -146,9 +154,10 @@ def answer_loss(
     weights  [N] float32; 1 / (a run's answer tokens in the step) makes its loss their mean
     reweigh  losses [N] -> factors [N] of the gradient's parts, for a loss that is a function of
              several tokens' losses together; None: all are 1
+    cap      at which the logits are cut off smoothly; None: they are not
     -> the sum of weight * loss, differentiable in hidden; the losses [N] float32, not weighted
     """
     out: tuple[torch.Tensor, torch.Tensor] = _AnswerLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, head, tokens, targets, weights, norm, chunk, reweigh
+        hidden, head, tokens, targets, weights, norm, chunk, reweigh, cap
     )
     return out

@@ -68,6 +68,7 @@ class Heads:
     qk_norm     [2, D]: the RMSNorm's weights of every head's q and of its k; [(H + K) D]: those of
                 q as one row, then of k
     growth      gives q's factors [T] of positions [T]; None: there are none
+    sinks       [H], see `kernels.attention`; on a CPU alone
     """
 
     num_heads: int
@@ -81,6 +82,7 @@ class Heads:
     qk_norm: torch.Tensor | None = None
     eps: float = 0.0
     growth: Callable[[torch.Tensor], torch.Tensor] | None = None
+    sinks: torch.Tensor | None = None
 
     def split(self, qkv: torch.Tensor) -> Three:
         """Return views of q [T, H, D], k and v [T, K, D]."""
@@ -124,7 +126,7 @@ class Heads:
                 self._rotate(x, rows, back=False)
         self._grow(q, rows)
         scale = self.dim**-0.5 if self.scale is None else self.scale
-        return Attended(q, k, v, Options(rows, scale, self.window))
+        return Attended(q, k, v, Options(rows, scale, self.window, self.sinks))
 
     def backward(
         self, qkv: torch.Tensor, attended: Attended, dy: torch.Tensor, rows: Rows

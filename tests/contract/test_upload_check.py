@@ -289,12 +289,11 @@ def test_unknown_tensors_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["experts", "experts.base_layer", "experts.3.gate_proj"])
-def test_tensors_of_experts_are_refused_as_such(module: str) -> None:
+def test_a_base_without_experts_has_none_to_adapt(module: str) -> None:
     """As PEFT names them over stacked matrices, and over a linear of each expert."""
     name = FIRST.replace("self_attn.q_proj", f"mlp.{module}")
     found = reasons_for(files.config_bytes(), files.pack({**TENSORS, name: TENSORS[FIRST]}))
-    why = "LoRA of routed experts is not supported: train other linears"
-    assert found == {name: why}
+    assert found == {name: f"the base model has no linear mlp.{module}"}
 
 
 @pytest.mark.parametrize("linear", ["gate_proj", "gate"])
@@ -310,6 +309,34 @@ def test_a_base_with_experts_has_no_linears_in_its_mlps(linear: str) -> None:
         with pytest.raises(AdapterProblems) as caught:
             check_adapter(config=config, start=start, file_bytes=len(start), base=base, max_rank=64)
         assert [problem.field for problem in caught.value.problems] == [field]
+
+
+@pytest.mark.parametrize("linear", ["self_attn.v_proj", "self_attn.k_proj", "per_layer_input_gate"])
+def test_a_layer_that_reads_others_keys_has_no_linears_for_them(linear: str) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    shapes = {"num_hidden_layers": 4, "layer_types": types, "num_kv_shared_layers": 2}
+    base = BaseShape.from_config({**TINY_CONFIG, "model_type": "gemma4_text", **shapes})
+    shared, name = 3, FIRST.replace("layers.0.self_attn.q_proj", f"layers.3.{linear}")
+    assert set(base.linears) - set(base.linears_of(shared)) == {
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    }
+    width = base.linears_of(1)["self_attn.o_proj"][0]
+    own = {
+        f"{PREFIX}model.layers.1.self_attn.o_proj.lora_A.weight": ("F32", (4, width), 16 * width),
+        f"{PREFIX}model.layers.1.self_attn.o_proj.lora_B.weight": ("F32", (base.hidden, 4), 16),
+    }
+    kept = {n: (kind, shape, bytes(4 * shape[0] * shape[1])) for n, (kind, shape, _) in own.items()}
+    start = files.pack({**kept, name: TENSORS[FIRST]})
+    with pytest.raises(AdapterProblems) as caught:
+        check_adapter(
+            config=files.config_bytes(target_modules=["o_proj"], layers_to_transform=[1]),
+            start=start,
+            file_bytes=len(start),
+            base=base,
+            max_rank=64,
+        )
+    assert [problem.field for problem in caught.value.problems] == [name]
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,11 @@ def test_many_adapters_are_measured() -> None:
     assert [bar["bar"].split(":")[0] for bar in result["bars"]] == ["tok_s", "tok_s", "ttft_p99_ms"]
 
 
-def test_the_gpu_table_runs_at_a_tiny_size() -> None:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_the_gpu_table_runs_at_a_tiny_size(shape: str) -> None:
     from bench.engine import Bench, Case, run_cases
 
-    bench = Bench("tiny", "cpu", arena_bytes=16 << 20, max_running=4)
+    bench = Bench(shape, "cpu", arena_bytes=16 << 20, max_running=4)
     cases = [Case(kind="decode", batch=4, adapters=n) for n in (0, 2)]
     host = {"gpu": "none", "copy_tb_s": 0.01, "matmul_tflop_s": 0.01, "torch": "", "triton": ""}
     host["commit"] = "0"

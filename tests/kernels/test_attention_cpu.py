@@ -32,8 +32,9 @@ MAX_POSITIONS = 200
 @pytest.mark.parametrize(
     "windows", [(), (None, 1, 17), (33, None, 160)], ids=["all", "small", "large"]
 )
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_equals_the_references(
-    rows: list[tuple[int, int]], windows: tuple[int | None, ...]
+    rows: list[tuple[int, int]], windows: tuple[int | None, ...], has_sinks: bool
 ) -> None:
     """rows: (new tokens, context) of each sequence; foreign pages hold NaN."""
     torch.manual_seed(0)
@@ -73,7 +74,8 @@ def test_equals_the_references(
     step = attention.plan(**place, **given)
     for layer in range(LAYOUT.num_layers):
         heads = torch.randn(len(positions), NUM_HEADS + 4, LAYOUT.head_dim)
-        got = step.attend(heads.clone(), layer)
+        sinks = 2 * torch.randn(NUM_HEADS) if has_sinks else None
+        got = step.attend(heads.clone(), layer, sinks)
         q, k, v = heads.split([NUM_HEADS, 2, 2], dim=1)
         q = rope_kv_write_ref(
             q=q, k=k, v=v, cos=cos, sin=sin, arena=other, layout=LAYOUT, layer=layer, **place
@@ -85,6 +87,7 @@ def test_equals_the_references(
             layer=layer,
             scale=LAYOUT.head_dim**-0.5,
             window=windows[layer] if windows else None,
+            sinks=sinks,
             **given,
         )
         assert torch.allclose(got, wanted.flatten(1), atol=1e-5)

@@ -52,7 +52,7 @@ class Adapter:
         with self._open() as file:
             for module, matrix in self.fitted.matrices.items():
                 a, b = file.get_tensor(matrix.a_name), file.get_tensor(matrix.b_name)
-                values = singular_values(a, b, matrix.scaling)
+                values = singular_values(a, b, matrix.scaling, matrix.num_stacked)
                 told = _told(module, values)
                 told |= {"rank": matrix.rank, "scaling": matrix.scaling}
                 told["dtype"] = str(a.dtype).removeprefix("torch.")
@@ -61,11 +61,18 @@ class Adapter:
                 yield told
 
 
-def singular_values(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+def singular_values(
+    a: torch.Tensor, b: torch.Tensor, scaling: float, num_stacked: int = 1
+) -> torch.Tensor:
     """Return the singular values of scaling · b @ a, largest first: [min(r, in, out)] fp64.
 
-    a [r, in], b [out, r]
+    a [r, in], b [out, r]; of experts that are stacked, the root of the squares' sum over them
     """
+    if num_stacked > 1:
+        stacks = b.view(len(b), -1, num_stacked).unbind(-1)
+        each = zip(a.chunk(num_stacked), stacks, strict=True)
+        found = torch.stack([singular_values(own, out, scaling) for own, out in each])
+        return found.square().sum(0).sqrt()
     dtype = torch.float64 if a.shape[0] <= MAX_RANK_FP64 else torch.float32
     (_, r_a), (_, r_b) = (torch.linalg.qr(matrix.to(dtype)) for matrix in (a.T, b))
     core = (r_b @ r_a.T).double() * abs(scaling)

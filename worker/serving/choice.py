@@ -13,7 +13,9 @@ from contract.messages.protocol import FinishReason, GenerateJob, TokenEvent
 from contract.messages.tool_calls import BLANKS
 from engine.request import RequestOutput, TokenLogprob
 from engine.text.answer_text import AnswerText
+from engine.text.call_formats import CallTranslator
 from engine.text.codec import TextCodec
+from engine.text.thoughts import AnswerReader, Part
 from worker.grammar.checks import is_bound
 from worker.serving.engine_commands import Prompt
 
@@ -22,7 +24,6 @@ class Choice:
     """Collects the tokens of one answer. Owned by its ActiveRequest.
 
     generated      tokens that the model generated so far: what is billed
-    thought_tokens  those of its thought among them, with the marks around it
     accepted_drafts, rejected_drafts  see RequestOutput
     runs_on        whether the engine still works on it
     finish_reason  set when it has ended, perhaps before the engine knows; if there is a schema, it
@@ -46,11 +47,14 @@ class Choice:
         self._read = AnswerText(codec.pieces, job.sampling.stop, continues=job.messages is None)
         self._thought = self._text = ""
         self._thought_text = AnswerText(codec.pieces, continues=True)
-        self._marks = codec.thought_marks if job.thinks else None
-        self._is_thinking = self._has_thought = False
+        self._reader: AnswerReader | None = None
+        self._calls: CallTranslator | None = None
+        if job.tools and codec.call_format is not None:
+            each = (tool["function"] for tool in job.tools)
+            functions = {function["name"]: function.get("parameters") for function in each}
+            self._calls = CallTranslator(codec.call_format, functions)
+        self._has_thought = False
         self._held_blanks = ""
-        self._is_blank = self._marks is not None  # no text yet, so that a thought may still begin
-        self.thought_tokens = 0
         self._logprobs: list[dict[str, Any]] = []
         self._prompt_logprobs: list[dict[str, Any]] = []
         self._token_ids: list[int] = []
@@ -59,6 +63,11 @@ class Choice:
         self.schema_error: str | None = None
         self.broken_param: str | None = None
         self.answer = ""
+
+    @property
+    def thought_tokens(self) -> int:
+        """Return how many of the generated tokens are thoughts', with the marks around them."""
+        return 0 if self._reader is None else self._reader.thought_tokens
 
     @property
     def has_news(self) -> bool:
@@ -92,7 +101,8 @@ class Choice:
 
     def begin(self, token_ids: list[int]) -> None:
         """Note how the prompt ends: it may have begun the thought."""
-        self._is_thinking = self._marks is not None and self._marks.is_open(token_ids)
+        if self._codec.thoughts is not None and self._job.thinks:
+            self._reader = self._codec.thoughts.reader(token_ids, calls=bool(self._job.tools))
 
     def show(self, text: str) -> None:
         """Put text before the generated text."""
@@ -156,9 +166,12 @@ class Choice:
             # A client that scores an echo expects one entry for each generated token.
             self._logprobs.append(self._logprob(output.end_logprob, self._read.is_first))
         if output.finish_reason is not None:
-            if self._is_thinking:
-                self._think(self._thought_text.finish())
+            self._think(self._thought_text.finish())
             self._add(self._read.finish())
+            if self._reader is not None and output.finish_reason == FinishReason.STOP:
+                self._add(self._reader.finish())
+            if self._calls is not None:
+                self._tell(self._calls.finish())
             is_stopped = self._read.stop_string is not None
             self.finish_reason = FinishReason.STOP if is_stopped else output.finish_reason
 
@@ -166,11 +179,12 @@ class Choice:
         """Take in an output's tokens up to a stop string; return their number."""
         entries = output.logprobs if self._job.sampling.logprobs is not None else None
         for number, token_id in enumerate(output.token_ids):
-            if self._marks is not None and self._read_thought(token_id):
+            if self._reader is not None and self._read_part(self._reader, token_id):
                 continue
             is_first = self._read.is_first
+            if self._calls is not None and self._codec.is_special(token_id):
+                self._add(self._calls.mark(self._codec.names([token_id])[0]))
             piece, shown = self._read.feed(token_id)
-            self._is_blank = self._is_blank and not piece.strip(BLANKS)
             self._add(shown)
             if entries:
                 entry = self._logprob(entries[number], is_first)
@@ -179,24 +193,17 @@ class Choice:
                 return number + 1
         return len(output.token_ids)
 
-    def _read_thought(self, token_id: int) -> bool:
-        """Take in a token of the thought, or of a mark around it; return False for another one."""
-        assert self._marks is not None
-        if self._is_thinking:
-            self.thought_tokens += 1
-            if token_id == self._marks.end:
-                self._think(self._thought_text.finish())
-                self._is_thinking = False
-            else:
-                self._think(self._thought_text.feed(token_id)[1])
-            return True
-        if self._is_blank and token_id == self._marks.begin and not self.thought_tokens:
-            self.thought_tokens += 1
-            self._is_thinking = True
-            return True
-        # Blanks between a thought and its answer are no part of either.
-        is_between = self.thought_tokens > 0 and self._is_blank
-        return is_between and self._codec.decode([token_id]).isspace()
+    def _read_part(self, reader: AnswerReader, token_id: int) -> bool:
+        """Take in a token of a thought, or of a mark; return False for one of the answer's text."""
+        part = reader.read(token_id)
+        if part is Part.THOUGHT:
+            self._think(self._thought_text.feed(token_id)[1])
+        elif part is Part.MARK:
+            self._think(self._thought_text.finish())
+        if reader.shown:
+            self._add(self._read.finish() + reader.shown)
+            reader.shown = ""
+        return part is not Part.TEXT
 
     def _think(self, text: str) -> None:
         """Add to the thought, without the blanks around it."""
@@ -207,6 +214,10 @@ class Choice:
         self._has_thought = self._has_thought or bool(shown)
 
     def _add(self, text: str) -> None:
+        """Add to the answer's text, in which a call has our form."""
+        self._tell(text if self._calls is None else self._calls.feed(text))
+
+    def _tell(self, text: str) -> None:
         self._text += text
         if self._job.json_schema is not None or self._job.tools:
             self.answer += text

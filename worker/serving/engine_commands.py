@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from contract.messages.protocol import ErrorCode, GenerateJob, Sampling
-from engine.grammar_text import Grammar, GrammarKind, behind_thought
 from engine.request import AdapterPart, Priority, Request, SamplingParams
-from engine.text import thoughts
 from engine.text.chat_rendering import render_chat
 from engine.text.chat_template import PromptError
 from engine.text.codec import TextCodec
 from worker.errors import Refused
-from worker.grammar.calls import calls_grammar
+from worker.grammar.answers import answer_grammar
 
 #: Largest number of prompts' log-probabilities in one request: they are written all at once, and
 #: the worker does nothing else during that time.
@@ -77,10 +75,9 @@ def read_prompts(job: GenerateJob, codec: TextCodec) -> list[Prompt]:
     """Tokenize the job's prompts, in time proportional to their length; raise Refused."""
     if job.messages is not None:
         token_ids = chat_token_ids(job, codec)
-        marks = codec.thought_marks
-        if marks is not None and not job.thinks and marks.is_open(token_ids):
-            # A grammar binds from the first token: the thought that the template began ends here.
-            token_ids += codec.encode(f"\n{thoughts.END}\n\n", add_special_tokens=False)
+        if codec.thoughts is not None and not job.thinks:
+            # A grammar binds from the first token: a thought that the template began ends here.
+            token_ids += codec.encode(codec.thoughts.skipped(token_ids), add_special_tokens=False)
         return [_checked(Prompt(token_ids), "messages", codec)]
     given: Sequence[Any] = job.prompts or [job.text if job.token_ids is None else job.token_ids]
     prompts = [_raw_prompt(prompt, codec, job.truncate) for prompt in given]
@@ -229,7 +226,7 @@ def to_requests(
     adapters: tuple[AdapterPart, ...] = (),
 ) -> list[Request]:
     """Make the engine's requests; an answer ends where the context does."""
-    grammar = _grammar(job, prompts, codec)
+    grammar = answer_grammar(job, prompts[0].token_ids, codec)
     bound: dict[str, Any] = {} if grammar is None else {grammar.kind.value: grammar.text}
     _check_scored(job, prompts)
     return [
@@ -247,28 +244,6 @@ def to_requests(
         )
         for engine_id, prompt in zip(engine_ids(job, lease), prompts, strict=True)
     ]
-
-
-def _grammar(job: GenerateJob, prompts: Sequence[Prompt], codec: TextCodec) -> Grammar | None:
-    """Return what binds the answer, and leaves room for a thought before it."""
-    if job.regex is not None:
-        return Grammar(GrammarKind.REGEX, job.regex)
-    if job.grammar is not None:
-        return Grammar(GrammarKind.LARK, job.grammar)
-    marks = codec.thought_marks if job.thinks else None
-    if marks is not None and marks.is_closed(prompts[0].token_ids):
-        marks = None
-    schema = job.decoding_schema or job.json_schema
-    if calls := calls_grammar(job, codec.added_text, None if marks is None else thoughts.BEGIN):
-        grammar = Grammar(GrammarKind.LARK, calls)
-    elif schema is not None:
-        grammar = Grammar(GrammarKind.JSON_SCHEMA, schema)
-    else:
-        return None
-    if marks is None:
-        return grammar
-    is_open = marks.is_open(prompts[0].token_ids)
-    return behind_thought(grammar, thoughts.BEGIN, thoughts.END, is_open=is_open)
 
 
 def scored_top(job: GenerateJob) -> int | None:

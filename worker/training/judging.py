@@ -261,6 +261,7 @@ def _settings(path: Path) -> RunSettings:
         "alpha_pattern": not config.alpha_pattern,
         "modules_to_save": not config.saved,
         "trainable_token_indices": not config.token_ids,
+        "target_parameters": not config.target_parameters,
     }
     for name, is_plain in plain.items():
         if not is_plain:

@@ -84,8 +84,7 @@ def _check_thoughts(codec: TextCodec, row: Row) -> None:
 
 def _thought_length(codec: TextCodec, answer: list[int]) -> int:
     """Return how many tokens of an answer are its thought, with the mark at its end."""
-    marks = codec.thought_marks
-    return 0 if marks is None or marks.end not in answer else answer.index(marks.end) + 1
+    return 0 if codec.thoughts is None else codec.thoughts.thought_length(answer)
 
 
 def _completion(codec: TextCodec, row: Row) -> RowTokens:

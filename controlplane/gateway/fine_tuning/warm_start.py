@@ -72,6 +72,7 @@ def _fixed(config: LoraConfig) -> dict[str, Any]:
         "alpha_pattern": bool(config.alpha_pattern),
         "modules_to_save": bool(config.saved),
         "trainable_token_indices": bool(config.token_ids),
+        "target_parameters": bool(config.target_parameters),
     }
     for field, is_set in lacks.items():
         if is_set:

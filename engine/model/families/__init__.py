@@ -11,7 +11,9 @@ from engine.model.families import (
     cohere2,
     exaone4,
     gemma3,
+    gemma4,
     glm4,
+    gpt_oss,
     granite,
     llama,
     ministral3,
@@ -50,4 +52,6 @@ PLANS: dict[str, Callable[[Fields], Plan]] = {
     "qwen3_5_text": qwen3_5.read_plan,
     "qwen3_moe": qwen3_moe.read_plan,
     "qwen3_5_moe_text": qwen3_5_moe.read_plan,
+    "gpt_oss": gpt_oss.read_plan,
+    "gemma4_text": gemma4.read_plan,
 }

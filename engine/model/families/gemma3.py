@@ -9,7 +9,8 @@ from engine.model.plan import Norms, Plan
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN, _WINDOW = 6, 4096
 _SCALAR = 256.0
-_NORMS = Norms(
+#: The names of the norms, which Gemma 4 has, too.
+NORMS = Norms(
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -33,7 +34,7 @@ def read_plan(fields: Fields) -> Plan:
         eps=fields.epsilon(),
         rotations=fields.rotations_by_type(types, _THETA, _LOCAL_THETA, "rope_local_base_freq"),
         windows=windows_of(types, fields.size("sliding_window", _WINDOW)),
-        norms=_NORMS,
+        norms=NORMS,
         norm_offset=1.0,
         qk_norm="head",
         activation="gelu_tanh",

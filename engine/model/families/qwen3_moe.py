@@ -27,16 +27,16 @@ def read_plan(fields: Fields) -> Plan:
     )
 
 
-def read_experts(fields: Fields, num: int, inner: int) -> ExpertShape:
+def read_experts(fields: Fields, num: int, inner: int, chosen: int = _CHOSEN) -> ExpertShape:
     """Read the experts' shape.
 
-    num, inner  where config.json has none
+    num, inner, chosen  where config.json has none
     """
     fields.take("router_aux_loss_coef")
     fields.expect("output_router_logits", False)  # it adds to the loss that is trained
     num = fields.size("num_experts", fields.size("num_local_experts", num))
     fields.expect("num_local_experts", num)
-    chosen = fields.size("num_experts_per_tok", _CHOSEN)
+    chosen = fields.size("num_experts_per_tok", chosen)
     if chosen > num:
         raise UnsupportedModel(
             f"config.json: num_experts_per_tok is {chosen}, and there are {num} experts",

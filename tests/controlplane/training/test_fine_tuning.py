@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -366,14 +367,14 @@ def test_a_version_that_the_trainer_cannot_go_on_with_is_refused_by_field(
     with pytest.raises(InvalidRequest) as caught:
         make_job(in_acme, file, model="greeter@1", hyperparameters=other)
     assert caught.value.param == "lorikeet.rank"
-    config = storage.read_bytes(run.version.config_key, max_bytes=65536)
-    changed = config.replace(b'"use_dora": false', b'"use_dora": true')
-    assert changed != config
-    storage.put_bytes(run.version.config_key, changed)
-    type(run.version).objects.update(config_num_bytes=len(changed))
-    with pytest.raises(InvalidRequest, match="use_dora") as caught:
-        make_job(in_acme, file, model="greeter@1", hyperparameters={})
-    assert (caught.value.param, caught.value.code) == ("model", "warm_start_unsupported")
+    config = json.loads(storage.read_bytes(run.version.config_key, max_bytes=65536))
+    for field, value in (("use_dora", True), ("target_parameters", ["experts.down_proj"])):
+        changed = json.dumps({**config, field: value}).encode()
+        storage.put_bytes(run.version.config_key, changed)
+        type(run.version).objects.update(config_num_bytes=len(changed))
+        with pytest.raises(InvalidRequest, match=field) as caught:
+            make_job(in_acme, file, model="greeter@1", hyperparameters={})
+        assert (caught.value.param, caught.value.code) == ("model", "warm_start_unsupported")
 
 
 def test_a_jobs_rows_are_its_tenants_own_and_go_when_it_has_ended(

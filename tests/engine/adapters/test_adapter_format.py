@@ -80,7 +80,7 @@ def test_the_default_config_of_peft_is_accepted() -> None:
         ("bias", "some"),
         ("layer_replication", [[0, 1]]),
         ("alora_invocation_tokens", [1]),
-        ("target_parameters", ["x"]),
+        ("target_parameters", "experts.down_proj"),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("arrow_config", {"top_k": 3}),

@@ -15,7 +15,7 @@ import torch
 
 from engine.request import ORIGINAL
 from tests.engine.model import int4_bases
-from tests.engine.model.families import ON_A_GPU, save_family
+from tests.engine.model.families import IN_FP8, save_family
 from tests.engine.model.fp8_bases import FORMATS, keep_kv_in_fp8, make_fp8, save_checkpoint
 from tests.engine.model.test_families import FamilyOracle, check, make_engine, save_adapters
 from tests.engine.model.test_fp8 import TOLERANCE, round_matrices
@@ -42,10 +42,10 @@ MEAN_TOLERANCES = {"gemma3": 0.12}
 
 
 def families(*quick: str) -> list[Any]:
-    """Every family that a GPU serves; the interpreter is slow, so there all but a few are long."""
+    """All that a GPU serves in FP8; the interpreter is slow, so there all but a few are long."""
     return [
         name if DEVICE == "cuda" or name in quick else pytest.param(name, marks=pytest.mark.long)
-        for name in ON_A_GPU
+        for name in IN_FP8
     ]
 
 

@@ -121,7 +121,7 @@ def test_room_for_the_states_is_counted(base: Path, scene: Scene) -> None:
     model = ModelConfig.from_folder(base)
     config = EngineConfig(model_dir=base)
     num_states = config.state_pages(model)
-    assert num_states * config.page_bytes(model) >= 4 * 2 * (2 * 112 + 4 * 8 * 20)
+    assert num_states * config.page_bytes(model) >= 4 * 2 * (2 * 192 + 8 * 8 * 20)
     assert config.position_limit(model, 2 * num_states + 5) == 5 * PAGE
     with pytest.raises(ValueError, match="arena"):
         config.position_limit(model, 2 * num_states)
@@ -130,7 +130,6 @@ def test_room_for_the_states_is_counted(base: Path, scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("device", "cuda"),
         ("speculation", True),
         ("base_precision", "fp8"),
         ("kv_precision", "fp8"),

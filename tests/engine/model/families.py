@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "linear_num_value_heads": 8,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 20,
             "linear_conv_kernel_dim": 3,
@@ -183,6 +183,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+FAMILIES["gemma4"] = (
+    "gemma4_text",
+    {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": [*MIXED, *MIXED],
+        "sliding_window": 13,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 257,
+        "rms_norm_eps": 1e-3,
+    },
+)
+FAMILIES["gemma4-one"] = (
+    "gemma4_text",
+    {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", *MIXED],
+        "sliding_window": 13,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 257,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": THETA,
+                "partial_rotary_factor": 0.3,
+                "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+)
+FAMILIES["gpt_oss"] = (
+    "gpt_oss",
+    {
+        "head_dim": 24,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", *MIXED],
+        "sliding_window": 13,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.7,
+        "swiglu_alpha": 1.3,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {**YARN, "truncate": False, "rope_theta": THETA},
+    },
+)
 FAMILIES["qwen3_5_moe"] = (
     "qwen3_5_moe_text",
     {
@@ -193,18 +247,22 @@ FAMILIES["qwen3_5_moe"] = (
         "shared_expert_intermediate_size": 56,
     },
 )
+CPU_ALONE = ("gpt_oss", "gemma4")
 #: Those that a GPU serves, too.
-ON_A_GPU = [name for name in FAMILIES if not name.startswith(("qwen3_5", "qwen3_moe"))]
+ON_A_GPU = [name for name in FAMILIES if not name.startswith(CPU_ALONE)]
+#: Those of them whose linears may be quantised.
+IN_FP8 = [name for name in ON_A_GPU if not name.startswith(("qwen3_5", "qwen3_moe"))]
 #: Of a model that sees images.
 WITH_IMAGES = {
     "gemma3": ("gemma3-images", {"mm_tokens_per_image": 4, "image_token_index": 250}),
     "mistral3": ("mistral", {"image_token_index": 250}),
     "qwen3_5": ("qwen3_5", {"image_token_id": 250, "video_token_id": 251}),
     "qwen3_5_moe": ("qwen3_5_moe", {"image_token_id": 250, "video_token_id": 251}),
+    "gemma4": ("gemma4", {"image_token_id": 250, "video_token_id": 251, "audio_token_id": 252}),
 }
 _VISION_TYPES = {
     "gemma3": "siglip_vision_model", "mistral3": "pixtral", "qwen3_5": "qwen3_5_vision",
-    "qwen3_5_moe": "qwen3_5_moe_vision",
+    "qwen3_5_moe": "qwen3_5_moe_vision", "gemma4": "gemma4_vision",
 }  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -222,7 +280,7 @@ _OF_DELTA = {
 }
 BESIDE = {"qwen3_5_text": _OF_DELTA, "qwen3_5_moe_text": _OF_DELTA}
 #: Families of which adapters change attention alone.
-WITH_EXPERTS = ("qwen3_moe",)
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
 COMMON = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -272,6 +330,9 @@ def _save(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = 0.5 + torch.rand_like(parameter)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("layer_scalar"):
+            buffer.fill_(0.5 + torch.rand(()).item())
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("A_log"):  # states last long, so that it shows what they hold
             parameter.data = -3 * torch.rand_like(parameter)

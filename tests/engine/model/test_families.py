@@ -43,7 +43,7 @@ from tests.engine.model.families import (
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 8, "target_modules": LINEARS},
-    "kv": {"r": 3, "lora_alpha": 9, "target_modules": ["k_proj", "v_proj"]},
+    "kv": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "v_proj"]},
     "dora": {
         "r": 4,
         "use_dora": True,

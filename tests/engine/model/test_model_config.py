@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from contract.adapters.base_shape import BaseShape, context_length
 from contract.adapters.families import FAMILIES as KNOWN
 from contract.adapters.families import WITH_IMAGES
+from contract.layer_shapes import LayerShape
 from engine import Engine, EngineConfig, UnsupportedModel
 from engine.adapters import plan
 from engine.model.config import ModelConfig
@@ -273,6 +274,73 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tie_embeddings": False, "max_positions": 32768,
         },
     ),
+    "gemma-4 of E2B's shapes, shortened": (
+        {
+            "model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio"},
+            "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999,
+            "eoa_token_index": 258883, "eoi_token_id": 258882, "image_token_id": 258880,
+            "text_config": {
+                "attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False,
+                "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536,
+                "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+                "max_position_embeddings": 131072, "model_type": "gemma4_text",
+                "num_attention_heads": 8, "num_experts": None, "num_hidden_layers": 10,
+                "num_key_value_heads": 1, "num_kv_shared_layers": 5, "rms_norm_eps": 1e-06,
+                "rope_parameters": {
+                    "full_attention": {
+                        "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                        "rope_type": "proportional",
+                    },
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+                },
+                "sliding_window": 512, "use_bidirectional_attention": None,
+                "use_double_wide_mlp": True, "vocab_size": 262144,
+                "vocab_size_per_layer_input": 262144,
+            },
+            "tie_word_embeddings": True, "video_token_id": 258884,
+            "vision_config": {"model_type": "gemma4_vision"},
+        },
+        {
+            "shapes": (
+                *[LayerShape(256, 1, 6144, False)] * 4, LayerShape(512, 1, 6144, True),
+                *[LayerShape(256, 1, 12288, False, keys_of=3)] * 4,
+                LayerShape(512, 1, 12288, True, keys_of=4),
+            ),
+            "kv_page": (6, 1, 256), "logit_cap": 30.0, "per_layer": (262144, 256),
+            "windows": (*[512] * 4, None) * 2, "has_images": True, "tie_embeddings": True,
+        },
+    ),
+    "gpt-oss-20b, shortened": (
+        {
+            "model_type": "gpt_oss", "attention_bias": True, "eos_token_id": 200002,
+            "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+            "initial_context_length": 4096, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "max_position_embeddings": 131072, "num_attention_heads": 64,
+            "num_experts_per_tok": 4, "num_hidden_layers": 2, "num_key_value_heads": 8,
+            "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+            "quantization_config": {
+                "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+                "quant_method": "mxfp4",
+            },
+            "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+            },
+            "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        },
+        {
+            "experts": ExpertShape(
+                32, 4, 2880, is_normed=True, has_biases=True, is_fp4=True, limit=7.0, alpha=1.702
+            ),
+            "expert_layers": (0, 1), "windows": (128, None), "has_sinks": True, "scheme": None,
+            "qkv_bias": True, "o_bias": True, "q_size": 4096, "max_positions": 131072,
+        },
+    ),
     "qwen3-30b-a3b": (
         {
             "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
@@ -469,6 +537,28 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         (config_of("qwen3_moe", num_shared_experts=8), "num_shared_experts"),
         (config_of("qwen3_moe", quantization_config={"bits": 4}), "quantization_config"),
         (config_of("qwen3_5_moe", norm_topk_prob=False), "norm_topk_prob"),
+        (config_of("gpt_oss", quantization_config={"bits": 4}), "quantization_config"),
+        (config_of("gemma4", enable_moe_block=True), "enable_moe_block"),
+        (config_of("gemma4", attention_bias=True), "attention_bias"),
+        (config_of("gemma4", use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (config_of("gemma4", num_kv_shared_layers=3), "num_kv_shared_layers"),
+        (config_of("gemma4", layer_types=["chunked_attention"] * 4), "layer_types"),
+        (config_of("gemma4", per_layer_config={"1": {"sliding_window": 9}}), "per_layer_config"),
+        (config_of("gemma4", global_head_dim=24), "head_dim"),
+        (
+            config_of("gemma4", per_layer_config={"1": {"num_key_value_heads": 3}}),
+            "num_key_value_heads",
+        ),
+        (config_of("gemma4", rope_parameters=YARN), "rope_parameters"),
+        (config_of("gemma4", quantization_config={"bits": 4}), "quantization_config"),
+        ({"model_type": "gemma4_unified", "text_config": {}}, "model_type"),
+        (config_of("gpt_oss", swiglu_limit=-1.0), "swiglu_limit"),
+        (config_of("gpt_oss", experts_per_token=4), "experts_per_token"),
+        (config_of("gpt_oss", sliding_window=None), "layer_types"),
+        (
+            config_of("qwen3_moe", quantization_config={"quant_method": "mxfp4"}),
+            "quantization_config",
+        ),
         (
             config_of("qwen3_5_moe", shared_expert_intermediate_size=0),
             "shared_expert_intermediate_size",
@@ -628,13 +718,77 @@ def test_experts_are_stacked_in_a_checkpoint_or_apart(tmp_path: Path) -> None:
     assert raised.value.param == name
 
 
-@pytest.mark.parametrize("setting", [{"use_triton": True}, {"base_precision": "fp8"}])
-def test_what_experts_have_no_kernels_for_is_refused(
-    tmp_path: Path, setting: dict[str, Any]
-) -> None:
+def test_experts_are_not_quantised(tmp_path: Path) -> None:
     base = save_family(tmp_path, "qwen3_moe")
-    with pytest.raises(UnsupportedModel, match="has experts, for which"):
+    with pytest.raises(UnsupportedModel, match="has experts, for which base_precision"):
+        Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, base_precision="fp8"))
+
+
+def test_gpt_oss_may_be_stored_in_mxfp4(tmp_path: Path) -> None:
+    """Its experts become the numbers that transformers makes of them, to the bit."""
+    from safetensors.torch import load_file, save_file
+
+    base = save_family(tmp_path, "gpt_oss")
+    config, file = base / "config.json", base / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num, width_in, width_out = tensors.pop(name).shape
+        blocks = (num, width_out, width_in // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 140, blocks, dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    stored = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "quantization_config": stored}))
+    weights = load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for ours, theirs in zip(weights.layers, model.model.layers, strict=True):
+        experts = theirs.mlp.experts
+        gate_up = experts.gate_up_proj.transpose(1, 2)
+        assert ours.experts is not None
+        assert torch.equal(ours.experts.gate_up, torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), 1))
+        assert torch.equal(ours.experts.down, experts.down_proj.transpose(1, 2))
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**tensors, name: tensors[name].float()}, file)
+    with pytest.raises(UnsupportedModel) as raised:
+        load_weights(base, ModelConfig.from_folder(base), "cpu", torch.float32)
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize("setting", [{"use_triton": True}, {"base_precision": "fp8"}])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gpt_oss", "attention sinks"),
+        ("gemma4", "layers of several shapes"),
+    ],
+)
+def test_what_a_gpu_has_no_kernels_for_is_refused(
+    tmp_path: Path, name: str, what: str, setting: dict[str, Any]
+) -> None:
+    base = save_family(tmp_path, name)
+    with pytest.raises(UnsupportedModel, match=f"has {what}, for which"):
         Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
+
+
+def test_layers_of_several_shapes_are_served_in_fp32_alone(tmp_path: Path) -> None:
+    base = save_family(tmp_path, "gemma4")
+    settings: list[dict[str, Any]] = [{"kv_precision": "fp8"}, {"dtype": "bfloat16"}]
+    for setting in settings:
+        with pytest.raises(UnsupportedModel) as raised:
+            Engine(EngineConfig(model_dir=base, arena_bytes=4 << 20, **setting))
+        assert raised.value.param == next(iter(setting))
+
+
+def test_gemma4_without_sizes_of_its_layers_has_transformers_own() -> None:
+    fields = {**COMMON, "num_hidden_layers": 7, "attention_k_eq_v": True}
+    theirs = AutoConfig.for_model("gemma4_text", **fields, num_global_key_value_heads=1)
+    own = {**fields, "model_type": "gemma4_text", "rms_norm_eps": 1e-6}
+    config = ModelConfig.from_fields({**own, "num_global_key_value_heads": 1}, None)
+    for layer, (shape, kind) in enumerate(zip(config.plan.shapes, theirs.layer_types, strict=True)):
+        sizes = theirs.per_layer_config[layer]
+        assert (shape.head_dim, shape.kv_heads) == (sizes.head_dim, sizes.num_key_value_heads)
+        assert shape.is_full == (kind == "full_attention") != shape.has_v
 
 
 def test_an_unnamed_bias_is_refused(tmp_path: Path) -> None:
@@ -655,11 +809,15 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert share_model(model).config == config
     found = model.state_dict()
     attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    assert (config.plan.per_layer is not None) == (
+        "model.per_layer_projection_norm.weight" in found
+    )
     assert (config.plan.qk_norm is not None) == (f"{attention}.q_norm.weight" in found)
     assert config.qkv_bias == (f"{attention}.q_proj.bias" in found)
     assert config.o_bias == (f"{attention}.o_proj.bias" in found)
     assert config.mlp_bias == (f"{mlp}.down_proj.bias" in found)
-    assert (1 in config.plan.expert_layers) == (f"{mlp}.gate.weight" in found)
+    assert (1 in config.plan.expert_layers) == (f"{mlp}.experts.down_proj" in found)
+    assert config.plan.has_sinks == (f"{attention}.sinks" in found)
     assert plan.base_shape(config) == BaseShape.from_config(
         json.loads((base / "config.json").read_text())
     )

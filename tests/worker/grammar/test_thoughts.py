@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from engine.text.codec import TextCodec
+from tests.chat_templates import write_tokenizer
 from tests.engine.text.vocabularies import byte_level
 from tests.messages import make_job
 from worker.serving.engine_commands import read_prompts, to_requests
@@ -37,7 +38,7 @@ def codec(tokenizer: Tokenizer) -> TextCodec:
 
 def is_allowed(codec: TextCodec, tokenizer: Tokenizer, answer: str, **fields: Any) -> bool:
     """Whether the request's grammar allows the whole answer."""
-    prompt = fields.pop("prompt", "Why?")
+    prompt, end = fields.pop("prompt", "Why?"), fields.pop("end", "</s>")
     job = make_job(text=None, messages=({"role": "user", "content": prompt},), **fields)
     [request] = to_requests(job, 1, read_prompts(job, codec), codec)
     if request.json_schema is not None:
@@ -45,7 +46,7 @@ def is_allowed(codec: TextCodec, tokenizer: Tokenizer, answer: str, **fields: An
     else:
         assert request.lark is not None
         grammar = llguidance.LLMatcher.grammar_from_lark(request.lark)
-    known = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("</s>"))
+    known = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(end))
     matcher = llguidance.LLMatcher(known, grammar)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.encode(answer, add_special_tokens=False).ids
@@ -80,3 +81,38 @@ def test_what_may_follow_a_thought(
     codec: TextCodec, tokenizer: Tokenizer, answer: str, allowed: bool, fields: dict[str, Any]
 ) -> None:
     assert is_allowed(codec, tokenizer, answer, **fields) is allowed
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextCodec, Tokenizer]:
+    folder = write_tokenizer(tmp_path_factory.mktemp("base"), "harmony")
+    return TextCodec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "allowed", "fields"),
+    [
+        (f'{THOUGHT}{FINAL}{{"n": 1}}', True, {"json_schema": SCHEMA}),
+        (f'{FINAL}{{"n": 1}}', True, {"json_schema": SCHEMA}),
+        ('{"n": 1}', False, {"json_schema": SCHEMA}),
+        (f"{THOUGHT}{FINAL}One.", False, {"json_schema": SCHEMA}),
+        (f'{THOUGHT}{TO}{{"n": 1}}', True, CALLING),
+        (f'{THOUGHT} to=functions.f<|channel|>commentary json<|message|>{{"n": 1}}', True, CALLING),
+        (f'{THOUGHT}{TO}{{"n": "1"}}', False, CALLING),
+        (f'{TO.replace(".f", ".g")}{{"n": 1}}', False, CALLING),
+        (f"{THOUGHT}{FINAL}It is so.", True, CALLING),
+        (f"{THOUGHT}{FINAL}It is so.", False, {**CALLING, "tool_choice": "required"}),
+        (f'{TO}{{"n": 1}}', True, {**CALLING, "tool_choice": "required"}),
+        (f"{FINAL}It is so.", False, {**CALLING, "json_schema": SCHEMA}),
+    ],
+)
+def test_what_may_stand_in_the_channels_of_gpt_oss(
+    harmony: tuple[TextCodec, Tokenizer], answer: str, allowed: bool, fields: dict[str, Any]
+) -> None:
+    codec, tokenizer = harmony
+    assert is_allowed(codec, tokenizer, answer, end="<|return|>", **fields) is allowed

@@ -54,6 +54,15 @@ def test_singular_values_are_those_of_the_whole_matrix(rank: int) -> None:
     np.testing.assert_allclose(found.numpy(), whole, rtol=1e-4 if rank > 64 else 1e-10)
 
 
+def test_singular_values_of_stacked_experts() -> None:
+    """A has one expert's rows after another's, B every third column."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3 * 2, 7, dtype=torch.float64), torch.randn(5, 3 * 2, dtype=torch.float64)
+    each = [torch.linalg.svdvals(b[:, i::3] @ a[2 * i : 2 * i + 2])[:2] for i in range(3)]
+    wanted = 0.5 * torch.stack(each).norm(dim=0)
+    torch.testing.assert_close(singular_values(a, b, -0.5, num_stacked=3), wanted)
+
+
 def test_effective_rank_counts_equal_directions() -> None:
     """Roy and Vetterli 2007: r for r equal singular values, 1 for one, 0 for none."""
     assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 0.0])) == pytest.approx(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from contract.messages.protocol import DoneRecord, Sampling
 from engine.errors import DeadlineExceeded, EngineError
 from engine.request import FinishReason, RequestOutput, TokenLogprob
 from engine.text.codec import TextCodec
+from tests.chat_templates import write_tokenizer
 from tests.engine.text.vocabularies import byte_level
 from tests.fakes import write_fake_base
 from tests.messages import make_job
@@ -463,6 +465,10 @@ def thinker() -> TextCodec:
     return codec
 
 
+def ids_of(codec: TextCodec, text: str) -> list[int]:
+    return codec.encode(text, add_special_tokens=False)
+
+
 def make_chat(codec: TextCodec, prompt: str = "Why?", **fields: Any) -> ActiveRequest:
     messages = ({"role": "user", "content": prompt},)
     request = make_request(codec, text=None, messages=messages, **fields)
@@ -489,7 +495,7 @@ def test_a_thought_is_told_apart_from_the_answer(thinker: TextCodec, text: str) 
     usage = events[-1].usage
     assert usage is not None
     ids = thinker.encode(text, add_special_tokens=False)
-    end = ids.index(thinker.thought_marks.end) + 1 if "<" in text else 0  # type: ignore[union-attr]
+    end = ids.index(ids_of(thinker, "</think>")[0]) + 1 if "<" in text else 0
     assert usage.thought_tokens == end
 
 
@@ -521,4 +527,91 @@ def test_an_answer_bound_by_a_grammar_follows_no_thought(thinker: TextCodec) -> 
     [prompt] = read_prompts(request.job, thinker)
     assert thinker.decode(prompt.token_ids) == "Why?<think>\n\n</think>\n\n"
     feed(request, thinker, "a", finish_reason=FinishReason.STOP)
+    assert news_of(request).event.text == "a"
+
+
+def test_gemma_4_has_marks_of_its_own(tmp_path: Path) -> None:
+    special = ("<|channel>", "<channel|>")
+    codec = TextCodec(write_tokenizer(tmp_path, "chatml", special=special))
+    for text, thought, answer in (
+        ("<|channel>thought\nIs it?<channel|>It is.", "Is it?", "It is."),
+        ("<|channel>thought\n<channel|>\nIt is.", "", "It is."),
+        ("It is.", "", "It is."),
+    ):
+        request = make_chat(codec)
+        ids = ids_of(codec, text)
+        feed(request, codec, text, finish_reason=FinishReason.STOP)
+        event = news_of(request).event
+        assert (event.thought, event.text) == (thought, answer)
+        assert event.usage is not None
+        end = ids_of(codec, "<channel|>")[0]
+        assert event.usage.thought_tokens == (ids.index(end) + 1 if end in ids else 0)
+
+
+# --- gpt-oss
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+TOOLS: dict[str, Any] = {
+    "tools": ({"type": "function", "function": {"name": "f", "parameters": {}}},),
+    "tool_schemas": ("{}",),
+}
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_tokenizer(tmp_path_factory.mktemp("base"), "harmony"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "thought", "text", "fields"),
+    [
+        (f"{THOUGHT}{FINAL}It is.", "Hm.", "It is.", {}),
+        (f"{FINAL}It is.", "", "It is.", {}),
+        (f"{THOUGHT}{THOUGHT}{FINAL}It is.", "Hm.Hm.", "It is.", {}),
+        (f"{THOUGHT}{TO}" + '{"a": "b"}', "Hm.", CALL, TOOLS),
+        (" to=functions.f<|channel|>commentary json<|message|>" + '{"a": "b"}', "", CALL, TOOLS),
+        (f"{TO}x", "", "x", {}),
+        ("<|channel|>commentary<|message|>So.<|end|><|start|>assistant" + FINAL + "It is.",
+         "", "So.\n\nIt is.", {}),
+        (f"{FINAL}It is. stop it", "", "It is. ", {"stop": ("stop",)}),
+        ("<|channel|>analysis<|message|>I stop not", "I stop not", "", {"stop": ("stop",)}),
+    ],
+)  # fmt: skip
+def test_the_channels_of_gpt_oss_are_told_apart(
+    harmony: TextCodec, answer: str, thought: str, text: str, fields: dict[str, Any]
+) -> None:
+    told = []
+    for stream in (True, False):
+        request = make_chat(harmony, stream=stream, **fields)
+        events = []
+        for token_id in ids_of(harmony, answer):
+            request.feed(RequestOutput(request_id="r", token_ids=[token_id]), 101.0)
+            events += [update.event for update in request.take_news()]
+        if not request.is_finished:
+            feed(request, harmony, "", finish_reason=FinishReason.STOP)
+            events += [update.event for update in request.take_news()]
+        told.append(tuple("".join(getattr(e, n) for e in events) for n in ("thought", "text")))
+    assert told == [(thought, text)] * 2
+    if answer == f"{THOUGHT}{FINAL}It is.":
+        usage = events[-1].usage
+        assert usage is not None
+        thought_ids = ids_of(harmony, THOUGHT.removesuffix("<|start|>assistant"))
+        assert usage.thought_tokens == len(thought_ids)
+
+
+def test_a_call_of_gpt_oss_that_is_cut_off_has_no_end(harmony: TextCodec) -> None:
+    request = make_chat(harmony, **TOOLS)
+    feed(request, harmony, f"{TO}{{", finish_reason=FinishReason.LENGTH)
+    assert news_of(request).event.text == '<tool_call>\n{"name": "f", "arguments": {'
+
+
+def test_a_regular_expression_binds_the_final_channel_of_gpt_oss(harmony: TextCodec) -> None:
+    request = make_chat(harmony, regex="a")
+    [prompt] = read_prompts(request.job, harmony)
+    assert harmony.decode_whole(prompt.token_ids).endswith(f"<|start|>assistant{FINAL}")
+    feed(request, harmony, "a", finish_reason=FinishReason.STOP)
     assert news_of(request).event.text == "a"

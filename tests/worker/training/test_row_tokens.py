@@ -125,7 +125,7 @@ def answer_of(codec: TextCodec, messages: Any, tools: Any, prompt: list[int], at
     end = codec.end_id
     if end in answer:  # nothing is written after the end of a turn
         return answer[: len(answer) - answer[::-1].index(end)]
-    while answer and not codec.decode(answer[-1:]).strip():
+    while answer and not codec.decode_whole(answer[-1:]).strip():
         answer.pop()
     return answer
 
@@ -288,3 +288,15 @@ def test_thoughts_are_learned_unless_they_are_skipped(tmp_path: Path) -> None:
     ]
     assert texts(skip_thoughts=True) == ["\n\none<|im_end|>", "\n\ntwo<|im_end|>"]
     assert "hm" not in codec.decode_whole(encode_row(codec, row)[-1].token_ids)
+
+
+def test_a_thought_of_gpt_oss_is_a_message_before_the_answer(tmp_path: Path) -> None:
+    codec = TextCodec(write_tokenizer(tmp_path, "harmony"))
+    row = read_row({"messages": [*CHAT[:2], CHAT[2] | {"reasoning_content": "hm"}]})
+    for skips, wanted in (
+        (False, "<|channel|>analysis<|message|>hm<|end|>" + (rest := "<|start|>assistant")),
+        (True, rest),
+    ):
+        [part] = encode_row(codec, row, skip_thoughts=skips)
+        learned = [part.token_ids[i] for span in part.learned for i in span]
+        assert codec.decode_whole(learned) == f"{wanted}<|channel|>final<|message|>one<|return|>"

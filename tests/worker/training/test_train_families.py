@@ -33,6 +33,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": EXPERTS,
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 6,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+    },
 }
 
 

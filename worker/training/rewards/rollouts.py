@@ -25,6 +25,7 @@ from contract.training.rewards import (
 )
 from engine.errors import EngineError
 from engine.text.codec import TextCodec
+from engine.text.thoughts import Part
 from engine.training.events import SamplesWanted
 from engine.training.policy import Samples
 from engine.training.run import RunRows
@@ -166,7 +167,7 @@ class Rollouts:
         assert job.rewards_dir is not None
         group = len(rollout.answers[0])
         answers = [
-            Answer(rollout.lines[at], self._text(answer), answer.is_cut)
+            Answer(rollout.lines[at], self._text(rollout.prompts[at], answer), answer.is_cut)
             for at in range(len(rollout.prompts))
             for answer in rollout.answers[at]
         ]
@@ -177,11 +178,12 @@ class Rollouts:
             for place, (prompt, answer) in enumerate(rollout.flat):
                 self._sampler.score(name, place, prompt + answer.token_ids, self._starts.get(name))
 
-    def _text(self, answer: Sampled) -> str:
+    def _text(self, prompt: list[int], answer: Sampled) -> str:
         """Return what a client would get as the content: the answer without its thought."""
-        token_ids, marks = answer.text_ids, self._codec.thought_marks
-        if marks is not None and marks.end in token_ids:
-            token_ids = token_ids[token_ids.index(marks.end) + 1 :]
+        token_ids, thoughts = answer.text_ids, self._codec.thoughts
+        if thoughts is not None:
+            reader = thoughts.reader(prompt)
+            token_ids = [each for each in token_ids if reader.read(each) is Part.TEXT]
         return self._codec.decode_whole(token_ids).strip()
 
     def _take_rewards(self, rollout: _Rollout) -> None:

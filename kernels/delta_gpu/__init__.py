@@ -1,0 +1,1 @@
+"""The gated delta net on a GPU; the reference is `kernels.delta`."""
