@@ -13,6 +13,13 @@ from controlplane.evaluations.models import GateDecision
 _WIDTH, _HEIGHT = 600, 16
 _LABELS = {"score": "Score", "logprob": "Log-probability of a token"}
 
+_HABITS = {
+    "length": "Mean length",
+    "refusals": "Refusals",
+    "repeated": "Repeated text",
+    "invalid": "Break their schema",
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -53,6 +60,41 @@ def comparison_rows(comparison: Comparison) -> list[Row]:
 def gate_rows(gate: GateDecision) -> list[Row]:
     """Return a row for each finding of a gate."""
     return _rows([{**each, "drop": f"{each['drop']:g}"} for each in gate.findings])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HabitRow:
+    """One habit of the live version's answers and the new one's; top: the value of a full bar."""
+
+    label: str
+    before: float
+    after: float
+    top: float
+    before_text: str
+    after_text: str
+
+
+def habit_rows(gate: GateDecision | None) -> list[HabitRow]:
+    """Return a row for each habit that both versions have a figure of."""
+    both = gate.habits if gate is not None else {}
+    found = []
+    for name, label in _HABITS.items() if both else ():
+        before, after = both["before"][name], both["after"][name]
+        if before is None or after is None:
+            continue
+        is_length = name == "length"
+        shown = "{:.0f} characters" if is_length else "{:.0%}"
+        found.append(
+            HabitRow(
+                label=label,
+                before=before,
+                after=after,
+                top=max(before, after, 1.0) if is_length else 1.0,
+                before_text=shown.format(before),
+                after_text=shown.format(after),
+            )
+        )
+    return found
 
 
 def _rows(found: Iterable[dict[str, Any]]) -> list[Row]:

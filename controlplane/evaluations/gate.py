@@ -7,7 +7,9 @@ is moved by compare-and-set in the transaction of the promotion.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from celery import current_app
@@ -22,9 +24,10 @@ from controlplane.aliases.contents import Contents, Part
 from controlplane.aliases.models import Alias
 from controlplane.errors import ApiError, Conflict, RateLimited, require
 from controlplane.evaluations import asking, batch_scores, services
-from controlplane.evaluations.comparison import interval_json, pair_of, paired
+from controlplane.evaluations.comparison import Changed, interval_json, pair_of, paired
 from controlplane.evaluations.decision import Decision, Finding, Verdict, decide
 from controlplane.evaluations.gate_policy import GatePolicy, gate_policy
+from controlplane.evaluations.habits import alarms, habits_of
 from controlplane.evaluations.leakage import RowsGone, trained_digests
 from controlplane.evaluations.models import (
     BatchScores,
@@ -253,7 +256,8 @@ def _decide(gate: GateDecision, policy: GatePolicy) -> None:
     both_runs = paired(gate.live, gate.candidate)
     leaked = trained_digests(gate.version_id, {both.case.prompt_sha256 for both in both_runs})
     pairs = [pair_of(both, is_leaked=both.case.prompt_sha256 in leaked) for both in both_runs]
-    decision = decide(pairs, policy.decision)
+    fresh = [both for both in both_runs if both.case.prompt_sha256 not in leaked]
+    decision = _guarded(gate, decide(pairs, policy.decision), fresh, policy)
     reasons = list(decision.reasons)
     if gate.version.source not in _TRAINED:
         reasons.append("It was not trained here, so it may have been trained on the cases.")
@@ -273,6 +277,26 @@ def _decide(gate: GateDecision, policy: GatePolicy) -> None:
             _conclude(gate, Status(decision.verdict.value), reasons, outcome, decision)
     except Conflict as error:
         _hold(gate, f"It passed but could not go live: {error.message}", decision)
+
+
+def _guarded(
+    gate: GateDecision, decision: Decision, both_runs: Sequence[Changed], policy: GatePolicy
+) -> Decision:
+    """Note how both versions answer; a version that passed is held if a habit grew too much."""
+    answered = [both for both in both_runs if not (both.before.error or both.after.error)]
+    if not answered:
+        return decision
+    before = habits_of([(both.before.output, both.case.checks) for both in answered])
+    after = habits_of([(both.after.output, both.case.checks) for both in answered])
+    gate.habits = {"num": len(answered), "before": before.as_json(), "after": after.as_json()}
+    found = alarms(before, after, policy.habits)
+    if not found:
+        return decision
+    if decision.verdict == Verdict.PROMOTE:
+        return dataclasses.replace(
+            decision, verdict=Verdict.HOLD, reasons=(*found, *decision.reasons[1:])
+        )
+    return dataclasses.replace(decision, reasons=(*decision.reasons, *found))
 
 
 def _hold(gate: GateDecision, why: str, decision: Decision | None = None) -> None:
@@ -308,6 +332,7 @@ def _conclude(
     if decision is not None:
         changes |= {
             "findings": [_finding_json(finding) for finding in decision.findings],
+            "habits": gate.habits,
             "num_leaked": decision.num_leaked,
         }
     if not GateDecision.objects.filter(pk=gate.pk, status=Status.WAITING).update(**changes):

@@ -231,6 +231,9 @@ class GateDecision(TenantModel):
     reasons = models.JSONField(default=list)
     #: `decision.Decision`'s findings, with intervals.
     findings = models.JSONField(default=list)
+    #: {"num", "before", "after"}: `habits.Habits` of the live version's answers and the new one's;
+    #: {}: no answers were compared.
+    habits = models.JSONField(default=dict)
     num_leaked = models.PositiveIntegerField(default=0)
     #: The consequence: "promoted", "canary", "held"; "" while it waits.
     outcome = models.CharField(max_length=16, blank=True)

@@ -245,6 +245,13 @@ def _chunks(rows: QuerySet[CapturedRequest]) -> Iterator[CapturedRequest]:
         yield from (by_key[key] for key in keys[begin : begin + _CHUNK] if key in by_key)
 
 
+def num_pairs(since: dt.datetime, until: dt.datetime, model: str | None = None) -> int:
+    """Return the number of kept pairs whose newest feedback came in that time."""
+    given = Feedback.objects.allowed().filter(updated_at__gt=since, updated_at__lte=until)
+    pairs = Filter(only="pairs", model=model).rows()
+    return pairs.filter(request_id__in=given.values("request_id")).count()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """Feedback as stored."""

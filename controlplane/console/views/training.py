@@ -17,10 +17,12 @@ from controlplane.adapters.models import Adapter
 from controlplane.adapters.services import adapter_get
 from controlplane.console.access import ConsoleRequest, member_page
 from controlplane.console.charts import loss_chart
+from controlplane.console.evaluation_rows import habit_rows
 from controlplane.console.forms import ErrorsShown, add_service_error
 from controlplane.console.training_forms import DatasetForm, ScheduleForm, TrainForm
 from controlplane.console.views.datasets import history_of
 from controlplane.errors import ApiError, PermissionDenied
+from controlplane.evaluations.models import GateDecision
 from controlplane.tenants.auth import Permission
 from controlplane.training.datasets import preview, reports
 from controlplane.training.datasets import services as dataset_services
@@ -303,8 +305,11 @@ def _run_context(run_id: uuid.UUID) -> dict[str, Any]:
     found = run_services.training_run_get(run_id=run_id)
     parts = (found.hyperparameters.get("grader") or {}).get("graders") or {}
     means = ((name, found.progress.get(f"reward_{name}")) for name in parts)
+    gate = GateDecision.objects.filter(version=found.version_id).first()
     return {
         "run": found,
+        "gate": gate,
+        "habit_rows": habit_rows(gate),
         "reward_parts": [(name, mean) for name, mean in means if mean is not None],
         "busy_states": BUSY_STATES,
         "opens_at": picking.window_opens_at(),

@@ -446,6 +446,7 @@ class Migration(migrations.Migration):
                 ("policy", models.JSONField(default=dict)),
                 ("reasons", models.JSONField(default=list)),
                 ("findings", models.JSONField(default=list)),
+                ("habits", models.JSONField(default=dict)),
                 ("num_leaked", models.PositiveIntegerField(default=0)),
                 ("outcome", models.CharField(blank=True, max_length=16)),
                 ("decided_at", models.DateTimeField(null=True)),

@@ -18,6 +18,7 @@ from django.utils import timezone
 from controlplane.errors import ApiError
 from controlplane.evaluations.comparison import Comparison, evaluations_compare
 from controlplane.evaluations.models import GateDecision
+from controlplane.requestlog import captured
 from controlplane.tenants.auth import Principal
 from controlplane.training.models import ScheduleRun, TrainingRun
 
@@ -100,12 +101,16 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Morning:
-    """The night from `since` to `until`. `num_more` schedules are not among the entries."""
+    """The night from `since` to `until`. `num_more` schedules are not among the entries.
+
+    num_pairs  of a corrected answer and the given one, which came in
+    """
 
     since: dt.datetime
     until: dt.datetime
     entries: tuple[Entry, ...]
     num_more: int
+    num_pairs: int
     counts: Mapping[str, int]
 
 
@@ -134,6 +139,7 @@ def morning_of(
         until=until,
         entries=tuple(_with_answers(_entries(shown), by)),
         num_more=len(nights) - len(shown),
+        num_pairs=captured.num_pairs(since, until, adapter),
         counts=dict(Counter(row.state for night in nights for row in night)),
     )
 

@@ -39,6 +39,10 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
         help_text="By metric and slice: the mean difference, its bounds, the smallest "
         "detectable drop, and the drop that matters.",
     )
+    habits = serializers.DictField(
+        help_text="`before`, of the live version, and `after`: mean `length` of the answers in "
+        "characters, shares of `refusals`, `repeated` text and `invalid` by schema; `num` answers."
+    )
     candidate = serializers.UUIDField(source="candidate_id", allow_null=True)
     live = serializers.UUIDField(source="live_id", allow_null=True)
 
@@ -46,8 +50,8 @@ class GateSerializer(serializers.ModelSerializer[GateDecision]):
         model = GateDecision
         fields = (
             "id", "object", "adapter", "version", "live_version", "suite", "suite_version",
-            "status", "outcome", "reasons", "findings", "num_leaked", "policy", "candidate",
-            "live", "created_at", "decided_at",
+            "status", "outcome", "reasons", "findings", "habits", "num_leaked", "policy",
+            "candidate", "live", "created_at", "decided_at",
         )  # fmt: skip
 
 

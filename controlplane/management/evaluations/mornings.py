@@ -75,6 +75,9 @@ class MorningSerializer(serializers.Serializer[Any]):
     data = MorningEntrySerializer(  # type: ignore[assignment]  # a field's name
         source="entries", many=True
     )
+    num_pairs = serializers.IntegerField(
+        help_text="Corrected answers that came in, each a pair with the given one."
+    )
     num_more = serializers.IntegerField(help_text="Number of schedules left out: 50 are shown.")
 
 

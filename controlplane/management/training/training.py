@@ -42,7 +42,7 @@ _HYPERPARAMETERS_HELP = (
 _VALIDATION_HELP = "Rows to validate with, instead of a `validation_share` of the dataset's."
 
 
-_RELATED = ("adapter", "dataset", "validation_dataset", "version")
+_RELATED = ("adapter", "dataset", "validation_dataset", "version__gate")
 
 
 class RowsParser(BaseParser):
@@ -94,6 +94,11 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         allow_null=True,
         help_text="The adapter version that it made.",
     )
+    habits = serializers.DictField(
+        source="version.gate.habits",
+        default=dict,
+        help_text="The gate's figures of how the version answers; empty: it compared none.",
+    )
     error = serializers.CharField(help_text="The reason of a failure; empty: it did not fail.")
     waits_until = serializers.SerializerMethodField(
         help_text="When the platform's training window opens for a queued run; null if it is open."
@@ -107,8 +112,8 @@ class TrainingRunSerializer(serializers.ModelSerializer[TrainingRun]):
         fields = (
             "id", "object", "adapter", "dataset", "dataset_version", "dataset_sha256",
             "validation_dataset", "validation_sha256", "status", "progress",
-            "error", "waits_until", "cancel_requested", "attempts", "version", "hyperparameters",
-            "created_at", "started_at", "finished_at",
+            "error", "waits_until", "cancel_requested", "attempts", "version", "habits",
+            "hyperparameters", "created_at", "started_at", "finished_at",
         )  # fmt: skip
 
 

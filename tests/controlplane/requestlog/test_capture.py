@@ -439,3 +439,20 @@ def test_a_model_may_be_called_token(acme: Party) -> None:
         capture_policy_set(share=0, shares={"token": 0.5}, days=1, max_rows=1, max_bytes=1 << 20)
         event = AuditEvent.objects.get(action="capture_policy.changed")
     assert event.after["shares"] == [["token", 0.5]]
+
+
+def test_pairs_count_when_their_answer_was_corrected(acme: Party, globex: Party) -> None:
+    switch_on(acme)
+    corrected, rated = words(acme), words(acme)
+    captures_keep([corrected, rated])
+    since = timezone.now()
+    with tenant_scope(acme.tenant.pk):
+        feedback_give(request_id=corrected.request_id, rating="bad", answer="It is 2.")
+        feedback_give(request_id=rated.request_id, rating="good")
+        until = timezone.now()
+        assert captured.num_pairs(since, until) == 1
+        assert captured.num_pairs(since, until, "support") == 1
+        assert captured.num_pairs(since, until, "other") == 0
+        assert captured.num_pairs(until, timezone.now()) == 0
+    with tenant_scope(globex.tenant.pk):
+        assert captured.num_pairs(since, until) == 0
