@@ -7,6 +7,7 @@ packed adapter until `TileMap.at` turns them into offsets of the arena.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -331,7 +332,7 @@ def place_tiles(
     shape = num_entries * (1 + plan.num_experts), num_parts, num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-    gain, shift = np.full(num_entries, -1, np.int64), np.full(num_entries, -1, np.int64)
+    adjusts = gain, shift = np.full((2, num_entries), -1, np.int64)
     packer = _Packer(layout.page_elems)
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
@@ -345,13 +346,11 @@ def place_tiles(
             for part in offsets[entry]:
                 for i, count in enumerate(counts):
                     packer.add(-(-count * width // layout.tile_per_element), part, i)
-        if target.magnitude is not None:
-            packer.add(out_width, gain, entry)
-        if target.has_shift(model):
-            packer.add(out_width, shift, entry)
+        has = target.magnitude is not None, target.has_shift(model)
+        for offsets in itertools.compress(adjusts, has):
+            packer.add(out_width, offsets, entry)
     head = _place_vocab(packer, plan.head, model)
-    is_shared = plan.new_head == plan.new_embedding
-    new_head = new_embedding if is_shared else _place_rows(packer, plan.new_head, model)
+    new_head = _place_new_head(packer, plan, model, new_embedding)
     draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()
     classifier = _place_classifier(packer, plan, model)
     num_pages, tail_sub_pages = packer.pack()
@@ -417,6 +416,14 @@ def _place_rows(
         return RowMap(token_ids=None, blocks=packer.blocks(model.vocab_size, model.hidden_size))
     token_ids = np.array(replacement.token_ids, np.int64)
     return RowMap(token_ids=token_ids, blocks=packer.blocks(len(token_ids), model.hidden_size))
+
+
+def _place_new_head(
+    packer: _Packer, plan: AdapterPlan, model: ModelConfig, embedding: RowMap | None
+) -> RowMap | None:
+    """Place the last matrix's rows, unless they are those of the embedding."""
+    is_shared = plan.new_head == plan.new_embedding
+    return embedding if is_shared else _place_rows(packer, plan.new_head, model)
 
 
 def _place_vocab(packer: _Packer, target: Target | None, model: ModelConfig) -> VocabMap | None:

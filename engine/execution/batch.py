@@ -112,8 +112,7 @@ class BatchBuilder:
         rows = self._arrange(step)
         lengths = np.array([row.num_tokens for row in rows], np.int32)
         starts = np.array([row.sequence.num_computed for row in rows], np.int32)
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
+        query_start = np.cumsum(np.append(np.int32(0), lengths), dtype=np.int32)
         page_tables = _page_tables(rows)
         token_row = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[token_row]
