@@ -54,6 +54,18 @@ PRECISION_COLUMNS = {
 }
 
 
+# Other shapes than Llama's, and their results.
+SHAPES = {"Qwen3.5-9B": "hybrid-h200", "Qwen3-30B-A3B": "experts-h200"}
+SHAPE_ROWS = {
+    ("decode", 1, 0): "1 / 0",
+    ("decode", 64, 0): "64 / 0",
+    ("decode", 64, 64): "64 / 64",
+    ("context", 32, 0): "32 / 0, contexts of 4,096 tokens",
+    ("prefill", 16, 0): "prefill of 16 × 1024, tokens/s",
+    ("prefill", 16, 16): "the same with 16 adapters",
+}
+
+
 class Figures:
     """The result files, by case."""
 
@@ -66,6 +78,7 @@ class Figures:
         self.starts: list[Row] = files["start-h200"]["results"]
         self.host: Row = targets["host"]
         self.precision: Row = files["precision-h200"]
+        self.shapes = {name: files[file] for name, file in SHAPES.items()}
         rows = targets["results"]
         self.decode: dict[tuple[int, int], Row] = {}
         self.mixed: Row | None = None
@@ -315,6 +328,26 @@ def precision_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def shapes_table(figures: Figures) -> str:
+    columns, titles = [], []
+    for name, report in figures.shapes.items():
+        columns.append({_case(row): row for row in report["results"]})
+        titles.append(f"{name} ({report['host']['commit']})")
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        if "ms_step" not in row:
+            return f"{row['tok_s']:,}"
+        ratio = f", {row['base_ratio']:.2f} × base" if row["adapters"] else ""
+        return f"{row['ms_step']:.2f} ({row['floor_ms']:.2f}){ratio}"
+
+    lines = [f"| one H200, bf16 | {' | '.join(titles)} |", "|---|---|---|"]
+    for case, name in SHAPE_ROWS.items():
+        lines.append(f"| {name} | {' | '.join(cell(rows.get(case)) for rows in columns)} |")
+    return "\n".join(lines)
+
+
 def _case(row: Row) -> PrecisionCase:
     return row["kind"], row["batch"], row["adapters"]
 
@@ -405,6 +438,7 @@ PARTS: dict[str, Callable[[Figures], str]] = {
     "stands": stands,
     "many": many_adapters,
     "precision": precision_table,
+    "shapes": shapes_table,
     "cpu": cpu_table,
     "gateway": gateway_table,
 }
@@ -422,7 +456,7 @@ def fill(text: str, figures: Figures) -> str:
 def load() -> Figures:
     names = (
         "targets-h200", "many-h200", "cpu", "offline-h200", "start-h200",
-        "gateway", "refusals", "grammar", "precision-h200",
+        "gateway", "refusals", "grammar", "precision-h200", *SHAPES.values(),
     )  # fmt: skip
     return Figures({n: json.loads((RESULTS / f"{n}.json").read_text()) for n in names})
 
