@@ -113,7 +113,7 @@ TRAINING_CALLS = Counter(
 TRAINING_CLIENT_STATES = Counter(
     "lorikeet_training_client_states",
     "States of idle training clients that left a trainer's memory, or came back.",
-    ("way",),
+    ("outcome",),
 )
 TRAINING_MESSAGES = Counter(
     "lorikeet_training_messages", "Messages that this process sent to the trainers."

@@ -80,6 +80,7 @@ def test_no_page_without_a_name_is_forgotten() -> None:
         "upload/start",
         "webhooks/new",
         "playground/run",
+        "playground/vectors",
         "limits/now",
         "requests/newest",
         "settings/request-log",

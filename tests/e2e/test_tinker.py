@@ -8,10 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+import tinker
 
 from tests.e2e.system import System
+from tests.e2e.test_training_page import loop_block
 
-tinker = pytest.importorskip("tinker")
 pytestmark = pytest.mark.timeout(400)
 #: Words, and the token that ends an answer.
 SENTENCE = [504, 3575, 282, 4649, 314, 7042, 30, 1194, 2]
@@ -43,9 +44,9 @@ def make_client(system: System, service: Any, **more: Any) -> Any:
 
 
 def datum(**inputs: Any) -> Any:
+    given: dict[str, Any] = {"target_tokens": SENTENCE[1:], **inputs}
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(SENTENCE[:-1]),
-        loss_fn_inputs={"target_tokens": SENTENCE[1:], **inputs},
+        model_input=tinker.ModelInput.from_ints(SENTENCE[:-1]), loss_fn_inputs=given
     )
 
 
@@ -65,6 +66,13 @@ def train(client: Any, data: list[Any], steps: int) -> list[float]:
         losses.append(passed.result(WAIT_S).metrics["loss:sum"])
         step.result(WAIT_S)
     return losses
+
+
+def test_the_pages_loop_begins(trainer: System) -> None:
+    key = trainer.tenants["acme"].api_key
+    names: dict[str, Any] = {"tinker": tinker, "URL": trainer.base_url, "KEY": key}
+    exec(loop_block(), names)
+    assert names["client"].get_info().model_data.model_name == trainer.base_model
 
 
 def test_a_loop_trains_samples_and_comes_back(trainer: System) -> None:
@@ -163,7 +171,8 @@ def test_another_tenant_finds_nothing_and_wrong_calls_are_refused(trainer: Syste
     assert len(sampler.sample(prompt, 20, few).result(WAIT_S).sequences) == 20
     with pytest.raises(tinker.RequestFailedError, match="outside the vocabulary"):
         far = tinker.ModelInput.from_ints([2**30])
-        data = tinker.Datum(model_input=far, loss_fn_inputs={"target_tokens": [1]})
+        given: dict[str, Any] = {"target_tokens": [1]}
+        data = tinker.Datum(model_input=far, loss_fn_inputs=given)
         client.forward([data], "cross_entropy").result(WAIT_S)
     with pytest.raises(tinker.BadRequestError, match="one of cross_entropy"):
         client.forward_backward([datum(**LEARNED)], "dro").result(WAIT_S)
