@@ -35,6 +35,7 @@ from controlplane.infra.redis_client import redis_client
 from controlplane.tenancy.scoping import TenantModel, all_tenants, tenant_scope
 from controlplane.tenants.models import Membership, Tenant, User
 from controlplane.training.models import Schedule, TrainingRun
+from controlplane.training.primitives import calls
 from controlplane.training.runs import services as run_services
 from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.models import TrainingUsage, UsageDay
@@ -160,7 +161,7 @@ def keys_delete(deletion: TenantDeletion, beat: Beat) -> None:
         for entry_id, fields in client.xrange(letters):
             if tenant.encode() in fields.get(protocol.PAYLOAD_FIELD, b""):
                 client.xdel(letters, entry_id)
-    deletion.count("redis_keys", len(found))
+    deletion.count("redis_keys", len(found) + calls.forget(deletion.tenant_id))
     deletion.save(update_fields=["counts"])
 
 

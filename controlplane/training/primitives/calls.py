@@ -29,6 +29,9 @@ FETCHED_S = 60
 #: Seconds without a word from a trainer after which another one may begin.
 LEASE_S = 30
 
+#: Keys that are looked at together.
+_SCAN = 1000
+
 _ENQUEUE = """
 if redis.call('exists', KEYS[1]) == 1 then return 0 end
 local size, sizes = tonumber(ARGV[2]), redis.call('hvals', KEYS[3])
@@ -195,6 +198,16 @@ def note_sample(tenant_id: uuid.UUID, call_id: str, result: Result | None, keep_
     with _redis() as client:
         client.hset(key, mapping=said)
         client.expire(key, keep_s)
+
+
+def forget(tenant_id: uuid.UUID) -> int:
+    """Remove all calls of a tenant that is deleted. -> the number of keys"""
+    with _redis() as client:
+        for key in client.scan_iter(match=_key("waiting:*"), count=_SCAN):
+            for place in client.sscan_iter(key, match=f"{tenant_id} *", count=_SCAN):
+                client.srem(key, place)
+        own = client.scan_iter(match=_key(f"{tenant_id}:*"), count=_SCAN)
+        return sum(client.delete(key) for key in own)
 
 
 def lease_take(base_id: uuid.UUID, boot: str) -> bool:

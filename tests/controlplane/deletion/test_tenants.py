@@ -53,6 +53,8 @@ from controlplane.training.models import (
     TrainingCheckpoint,
     TrainingRun,
 )
+from controlplane.training.primitives import calls
+from controlplane.training.primitives.models import ClientState, TrainingClient
 from controlplane.training.runs import services as run_services
 from controlplane.training.schedules import services as schedule_services
 from controlplane.usage.limits.models import TenantQuota, Turn
@@ -138,6 +140,7 @@ def furnish(party: Party, base_model: BaseModel, client: redis.Redis) -> None:
         ScheduleRun.objects.create(schedule=schedule, slot=NOW, training_run=run)
         TrainingCheckpoint.objects.create(run=run, step=1, version=version)
         _furnish_training_usage(run)
+        _furnish_primitives(base_model)
         Turn.objects.create(kind=Turn.Kind.TRAINING, served_at=NOW)
         TenantQuota.objects.create(storage_bytes=10**9)
         rate_limit_set(max_waiting=5)
@@ -205,6 +208,24 @@ def _furnish_training_usage(run: TrainingRun) -> None:
         is_gpu=False,
         seconds=2.0,
     )
+
+
+def _furnish_primitives(base_model: BaseModel) -> None:
+    client = TrainingClient.objects.create(
+        model_id="tks-1:train:0", base_model=base_model, adapter_name="invoices", settings={}
+    )
+    ClientState.objects.create(client=client, kind=ClientState.Kind.WEIGHTS, name="after")
+    for number in range(2):
+        call = calls.Call(
+            id=f"tks-1:train:0:{number}",
+            tenant_id=client.tenant_id,
+            base_id=base_model.pk,
+            client_id=client.pk,
+            kind="forward",
+            body=b"x",
+        )
+        calls.enqueue(call)
+    calls.finish(call, calls.Result({}))
 
 
 def _furnish_webhooks(party: Party) -> None:
