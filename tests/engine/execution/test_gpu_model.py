@@ -188,6 +188,7 @@ def test_prefill_then_decode_is_hugging_faces(chosen: list[int]) -> None:
         page_tables=tables,
         lora=lora if lora.max_tiles else None,
         scope=LoraScope.ALL if lora.max_tiles else LoraScope.NONE,
+        states=None,
     )
     for _ in range(4):  # past a page boundary, nothing uploaded in between
         logits = graphs.step()
