@@ -258,4 +258,5 @@ class EngineConfig:
                 f"the arena has {max_kv} pages for KV, and a sequence's states need {num_states}: "
                 "set a larger arena_bytes"
             )
-        return min(limit, (max_kv - num_states) * self.page_size)
+        # A sequence may hold fewer states than are reckoned with, and its tokens the more pages.
+        return min(limit, max_kv * self.page_size)

@@ -195,6 +195,7 @@ class RopeTables:
 
     def extend_to(self, num_positions: int) -> None:
         """Fill the rows of the first `num_positions` positions, unless they are there."""
+        assert num_positions <= len(self.cos), "no token has a position beyond the tables"
         while self._num_filled < num_positions:
             start, end = self._num_filled, min(self._num_filled + _CHUNK, len(self.cos))
             angles = torch.outer(torch.arange(start, end).float(), self._inverse)

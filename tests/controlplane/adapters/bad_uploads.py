@@ -189,7 +189,10 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a config in Latin-1": (b'{"revision": "\xe9"}', CONFIG),
     "a number of 60,000 digits": (b'{"r": ' + b"9" * 60_000 + b"}", CONFIG),
     "IA3": (config_bytes(peft_type="IA3"), "peft_type"),
-    "a classifier": (config_bytes(task_type="SEQ_CLS"), "task_type"),
+    "a classifier without a head": (
+        config_bytes(task_type="SEQ_CLS"),
+        "base_model.model.score.weight",
+    ),
     "rank 0": (config_bytes(r=0), "r"),
     "rank 257": (config_bytes(r=257), "r"),
     "a rank that the tensors have not": (config_bytes(r=8), "r"),

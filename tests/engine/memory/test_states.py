@@ -122,7 +122,7 @@ def test_room_for_the_states_is_counted(base: Path, scene: Scene) -> None:
     config = EngineConfig(model_dir=base)
     num_states = config.state_pages(model)
     assert num_states * config.page_bytes(model) >= 4 * 2 * (2 * 192 + 8 * 8 * 20)
-    assert config.position_limit(model, 2 * num_states + 5) == 5 * PAGE
+    assert config.position_limit(model, 2 * num_states + 1) == (2 * num_states + 1) * PAGE
     with pytest.raises(ValueError, match="arena"):
         config.position_limit(model, 2 * num_states)
 

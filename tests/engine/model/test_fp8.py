@@ -145,7 +145,7 @@ def test_originals_beside_adapters_in_fp8(family: Callable[[str], Path], tmp_pat
         round_matrices(folder, lambda tensor: tensor.bfloat16().float())
     kept = {name + ORIGINAL: folder for name, folder in originals.items()}
     oracle = FamilyOracle(base, {**copies, **kept})
-    oracle.blend("both", {"kv": 0.5, "kv" + ORIGINAL: 0.75})
+    oracle.blend("both", {"all": 0.5, "all" + ORIGINAL: 0.75})
     engine = make_engine(oracle, adapter_precision="fp8")
     adapters = ["all", "kv", *(name for name in kept if name != "dora" + ORIGINAL), "both", None]
     check(engine, oracle, [(adapter, 20 + i) for i, adapter in enumerate(adapters)])
