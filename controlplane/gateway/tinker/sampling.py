@@ -53,6 +53,7 @@ async def sample(request: GatewayRequest, body: Sample) -> dict[str, Any]:
     }
     if await asyncio.to_thread(calls.find, tenant_id, call_id) is not None:
         return future  # the client did not get the first answer
+    await asyncio.to_thread(calls.check_room, tenant_id)
 
     def adjust(job: GenerateJob) -> GenerateJob:
         sampling = job.sampling

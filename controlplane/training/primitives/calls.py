@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from controlplane.errors import PayloadTooLarge, RateLimited, Unavailable
 
 #: Bounds of a tenant's calls that wait.
 MAX_PENDING, MAX_PENDING_BYTES = 64, 64 << 20
+#: Bound of a tenant's results that are kept.
+MAX_KEPT_BYTES = 128 << 20
 #: Seconds until a call that no trainer took is forgotten, and a result that nobody fetched.
 QUEUED_S, DONE_S = 6 * 3600, 900
 #: Seconds for which a result is kept that was fetched, in case its client did not get it.
@@ -46,7 +49,8 @@ redis.call('sadd', KEYS[4], ARGV[9])
 return 0
 """
 _FINISH = """
-if redis.call('exists', KEYS[1]) == 1 then
+local is_known = redis.call('exists', KEYS[1])
+if is_known == 1 then
   redis.call('hdel', KEYS[1], 'body')
   redis.call('hset', KEYS[1], 'result', ARGV[2], 'out', ARGV[3])
   redis.call('expire', KEYS[1], ARGV[4])
@@ -54,6 +58,7 @@ end
 redis.call('hdel', KEYS[3], ARGV[1])
 redis.call('lrem', KEYS[2], 1, ARGV[1])
 if redis.call('llen', KEYS[2]) == 0 then redis.call('srem', KEYS[4], ARGV[5]) end
+return is_known
 """
 _RENEW = """
 if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('expire', KEYS[1], ARGV[2]) end
@@ -122,6 +127,7 @@ def enqueue(call: Call) -> None:
     size = len(call.body)
     if size > MAX_PENDING_BYTES:
         raise PayloadTooLarge(f"A call may have {MAX_PENDING_BYTES} bytes at most.")
+    check_room(call.tenant_id)
     bounds = (MAX_PENDING, MAX_PENDING_BYTES, QUEUED_S)
     said = json.dumps(call.said)
     with _redis() as client:
@@ -144,6 +150,32 @@ def enqueue(call: Call) -> None:
             code="too_many_training_calls",
             retry_after_s=2,
         )
+
+
+def check_room(tenant_id: uuid.UUID) -> None:
+    """Raise RateLimited if the tenant's results fill the room that it has for them."""
+    key = _kept_key(tenant_id)
+    with _redis() as client:
+        client.zremrangebyscore(key, 0, time.time())
+        kept = sum(int(each.partition(b" ")[0]) for each in client.zrange(key, 0, -1))
+    if kept > MAX_KEPT_BYTES:
+        raise RateLimited(
+            f"{MAX_KEPT_BYTES >> 20} MiB of results of your organization's calls are kept. Fetch "
+            f"them, and wait {FETCHED_S} seconds.",
+            code="too_many_training_results",
+            retry_after_s=FETCHED_S,
+        )
+
+
+def _kept_key(tenant_id: uuid.UUID) -> str:
+    return _key(f"{tenant_id}:kept")
+
+
+def _note_kept(client: Any, tenant_id: uuid.UUID, call_id: str, out: bytes, keep_s: int) -> None:
+    """Count a result's bytes until it is forgotten."""
+    key = _kept_key(tenant_id)
+    client.zadd(key, {f"{len(out)} {call_id}": time.time() + keep_s})
+    client.expire(key, DONE_S)
 
 
 def waiting(base_id: uuid.UUID) -> list[tuple[uuid.UUID, uuid.UUID]]:
@@ -174,7 +206,9 @@ def finish(call: Call, result: Result) -> None:
     """Keep a call's result for its client, and let the client's next call follow."""
     with _redis() as client:
         said = json.dumps(result.said)
-        client.eval(_FINISH, 4, *call._keys, call.id, said, result.out, DONE_S, call._place)
+        args = (*call._keys, call.id, said, result.out, DONE_S, call._place)
+        if client.eval(_FINISH, 4, *args):
+            _note_kept(client, call.tenant_id, call.id, result.out, DONE_S)
 
 
 def find(tenant_id: uuid.UUID, call_id: str) -> tuple[str, Result | None] | None:
@@ -184,6 +218,7 @@ def find(tenant_id: uuid.UUID, call_id: str) -> tuple[str, Result | None] | None
         kind, said, out = client.hmget(key, "kind", "result", "out")
         if said is not None:
             client.expire(key, FETCHED_S)
+            _note_kept(client, tenant_id, call_id, out or b"", FETCHED_S)
     if kind is None:
         return None
     return kind.decode(), None if said is None else Result(json.loads(said), out or b"")
@@ -198,6 +233,8 @@ def note_sample(tenant_id: uuid.UUID, call_id: str, result: Result | None, keep_
     with _redis() as client:
         client.hset(key, mapping=said)
         client.expire(key, keep_s)
+        if result is not None:
+            _note_kept(client, tenant_id, call_id, result.out, keep_s)
 
 
 def forget(tenant_id: uuid.UUID) -> int:

@@ -363,3 +363,28 @@ def test_what_waits_is_bounded_and_sent_twice_is_done_once(
     for changes in ({"rank": 0}, {"train_attn": False, "train_mlp": False}, {"adapter": "A b"}):
         with pytest.raises(InvalidRequest):
             make_client(6, **changes)
+
+
+def test_results_that_nobody_fetches_are_bounded(
+    acme: Party, globex: Party, tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_KEPT_BYTES", 100)
+    monkeypatch.setattr(calls, "FETCHED_S", 1)
+    tenant = acme.tenant.pk
+
+    def call(number: int) -> calls.Call:
+        ids = {"tenant_id": tenant, "base_id": tiny_base.pk, "client_id": uuid.UUID(int=1)}
+        return calls.Call(id=f"{SESSION}:train:0:{number}", kind="forward", **ids)
+
+    for number in range(2):
+        calls.enqueue(call(number))
+        calls.finish(call(number), calls.Result({}, bytes(60)))
+    with pytest.raises(RateLimited, match="MiB of results"):
+        calls.enqueue(call(2))
+    calls.check_room(globex.tenant.pk)
+    assert calls.find(tenant, call(0).id) == ("forward", calls.Result({}, bytes(60)))
+    time.sleep(1.1)  # what was fetched is forgotten
+    calls.enqueue(call(2))
+    calls.forget(tenant)
+    calls.finish(call(1), calls.Result({}, bytes(60)))  # late: nothing of the tenant comes back
+    assert calls.forget(tenant) == 0
