@@ -81,23 +81,21 @@ class OptimStep(TinkerBody):
     optimizer_params: Annotated[Any, refused("send adam_params")] = None
 
 
-class SaveWeights(TinkerBody):
+class Save(TinkerBody):
     model_id: ModelId
     seq_id: Number
     path: Name | None = None
     ttl_seconds: Lifetime = None
-    overwrite: bool = False
     user_metadata: Metadata = None
 
 
-class SaveForSampler(TinkerBody):
-    model_id: ModelId
-    seq_id: Number
-    path: Name | None = None
+class SaveWeights(Save):
+    overwrite: bool = False
+
+
+class SaveForSampler(Save):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot"] = "snapshot"
-    ttl_seconds: Lifetime = None
-    user_metadata: Metadata = None
 
 
 class LoadWeights(TinkerBody):

@@ -320,8 +320,9 @@ async def retrieve_future(request: GatewayRequest) -> HttpResponseBase:
         now = time.monotonic()
         if now >= until:
             state = "active"
-            if client is not None and not calls.has_trainer(client.base_model_id):
-                state = "paused_capacity"
+            if client is not None:
+                has_one = await asyncio.to_thread(calls.has_trainer, client.base_model_id)
+                state = "active" if has_one else "paused_capacity"
             told = {"type": "try_again", "request_id": call_id, "queue_state": state}
             return JsonResponse(told)
         if client is not None and now >= wanted_at:

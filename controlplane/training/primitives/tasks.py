@@ -28,7 +28,7 @@ def clients_train(base_id: str) -> None:
     base = BaseModel.objects.filter(pk=base_id).first()
     found = None if base is None else local_base_model(base.name)
     if base is None or found is None or found.revision != base.revision:
-        log.error("this trainer does not have the base model of a training client")
+        log.error("this trainer lacks a training client's base", extra={"base_model_id": base_id})
         return
     boot = uuid.uuid4().hex
     if not calls.waiting(base.pk):
