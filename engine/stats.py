@@ -17,11 +17,13 @@ class PreemptionCause(enum.StrEnum):
     PAGES     it or a request of a higher rank needed a page, and none was left
     PRIORITY  it is batch work, and an interactive request needed its room
     OVERDUE   a request that arrived earlier had waited for `max_wait_s`
+    GUESS     a step over a guessed token was dropped, and had changed the request's state
     """
 
     PAGES = "pages"
     PRIORITY = "priority"
     OVERDUE = "overdue"
+    GUESS = "guess"
 
 
 @dataclass(frozen=True, slots=True)

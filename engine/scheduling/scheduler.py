@@ -242,15 +242,17 @@ class Scheduler:
         """Compute sequences again whose states a step has changed that does not count."""
         for sequence in [row.sequence for row in rows]:
             if sequence.is_running and sequence.state and not sequence.has_new_state:
-                self._stop(sequence)
-                self._queue.enter(sequence, self._now)
+                self._requeue(sequence, PreemptionCause.GUESS)
 
     def _preempt(self, step: Step, victim: Sequence, cause: PreemptionCause) -> None:
         for row in [row for row in step.rows if row.sequence is victim]:
             step.rows.remove(row)
             step.budget += row.num_tokens
-        self._stop(victim)
-        self._queue.enter(victim, self._now)
+        self._requeue(victim, cause)
+
+    def _requeue(self, sequence: Sequence, cause: PreemptionCause) -> None:
+        self._stop(sequence)
+        self._queue.enter(sequence, self._now)
         self.preemptions[cause] += 1
 
     def _stop(self, sequence: Sequence) -> None:
