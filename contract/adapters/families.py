@@ -77,10 +77,15 @@ class Facts:
     biases: tuple[Bias, ...] = ()
 
     def expert_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the layers that have experts in the place of one MLP."""
-        step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or ()
+        """Return the layers that have experts in the place of one MLP. Raises ValueError."""
+        step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
+        step = 1 if step is None else step
+        if type(step) is not int or step < 1:
+            raise ValueError(f"decoder_sparse_step is {step!r}, not a number of layers")
+        if not isinstance(dense, list):
+            raise ValueError(f"mlp_only_layers is {dense!r}, not a list of layers")
         layers = range(config["num_hidden_layers"] if self.experts is not None else 0)
-        return tuple(i for i in layers if i not in dense and (i + 1) % (step or 1) == 0)
+        return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
 
     def delta_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the layers that have a gated delta net. Raises ValueError for other types."""
