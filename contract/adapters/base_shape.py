@@ -96,8 +96,9 @@ class BaseShape:
 
     def num_stacked(self, module: str) -> int:
         """Return the number of experts whose matrices a module is; 1: it is one matrix."""
-        is_stack = self.experts is not None and module.endswith(STACKED)
-        return self.experts.num if self.experts is not None and is_stack else 1
+        if self.experts is None or not module.endswith(STACKED):
+            return 1
+        return self.experts.num
 
     def modules(self) -> Iterator[tuple[str, int | None, tuple[int, int]]]:
         """Return the dotted path of each module, its layer if it is in one, and (in, out)."""

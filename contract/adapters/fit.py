@@ -125,7 +125,8 @@ def base_for(config: LoraConfig, names: Iterable[str], base: BaseShape) -> BaseS
         return base
     if config.target_parameters:
         return dataclasses.replace(base, expert_form="stacked")
-    # PEFT stacks single experts' of families that had them so, which none with a shared one had.
+    # PEFT stacks adapters of single experts for families that an older transformers kept so. None
+    # of these has an MLP beside its experts.
     is_apart = any(map(_is_of_one_expert, keys)) and not any(
         "mlp." in each for each in base.linears
     )

@@ -7,7 +7,6 @@ packed adapter until `TileMap.at` turns them into offsets of the arena.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -332,7 +331,7 @@ def place_tiles(
     shape = num_entries * (1 + plan.num_experts), num_parts, num_tiles
     rows, scale = np.zeros(shape[::2], np.int32), np.zeros(shape[::2], np.float32)
     a_offset, b_offset = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-    adjusts = gain, shift = np.full((2, num_entries), -1, np.int64)
+    gain, shift = np.full((2, num_entries), -1, np.int64)
     packer = _Packer(layout.page_elems)
     embedding = _place_vocab(packer, plan.embedding, model)
     new_embedding = _place_rows(packer, plan.new_embedding, model)
@@ -346,9 +345,9 @@ def place_tiles(
             for part in offsets[entry]:
                 for i, count in enumerate(counts):
                     packer.add(-(-count * width // layout.tile_per_element), part, i)
-        has = target.magnitude is not None, target.has_shift(model)
-        for offsets in itertools.compress(adjusts, has):
-            packer.add(out_width, offsets, entry)
+        for own, has in ((gain, target.magnitude is not None), (shift, target.has_shift(model))):
+            if has:
+                packer.add(out_width, own, entry)
     head = _place_vocab(packer, plan.head, model)
     new_head = _place_new_head(packer, plan, model, new_embedding)
     draft_heads = _place_heads(packer, plan, model) if has_draft_heads else ()

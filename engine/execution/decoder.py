@@ -297,9 +297,10 @@ class DecoderLayer:
         states: DeltaStates | None = None,
         taken: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """taken [T, P], of `PerLayerGate`;
+        """hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each.
 
-        hidden, residual [T, E] -> the layer's own output and the sum before it, [T, E] each."""
+        taken  [T, P], the layer's own input, see `PerLayerGate`
+        """
         plan, weights = self._config.plan, self._weights
         x, residual = add_norm(hidden, residual, weights.attention_norm, plan)
         out = self._mix(x, attention, adapters, states)
@@ -314,14 +315,9 @@ class DecoderLayer:
         if weights.per_layer is not None and taken is not None:
             residual = out + residual
             out = weights.per_layer.added(residual, taken, plan.eps)
-        return (
-            (out, residual)
-            if weights.scale == 1.0
-            else (
-                out * weights.scale,
-                residual * weights.scale,
-            )
-        )
+        if weights.scale != 1.0:
+            return out * weights.scale, residual * weights.scale
+        return out, residual
 
     def _mix(
         self,

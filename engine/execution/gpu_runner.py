@@ -36,16 +36,15 @@ from kernels.lora.apply import block_of
 from kernels.lora.plan import RANK_BLOCK, make_plan
 from kernels.sampling import OVERFLOWED, fill_unread_triton, greedy_triton
 
-# Widths of a gated delta net's heads of k and of v in 16 bits: on an H200 (Triton 3.6) prompts of
+# Width of a gated delta net's heads of k and of v in 16 bits: on an H200 (Triton 3.6) prompts of
 # narrow heads came out wrong, those of this width right.
-_PROVEN_WIDTHS = 128, 128
+_PROVEN_WIDTH = 128
 
 # Number of decodes in a step without a graph from which they use the decode kernel: in the prefill
 # kernel each of them is a block of its own with one token.
 _MANY_DECODES = 16
 
-
-#: Numbers of rows whose steps are timed at the start: as many as drafts distinguish.
+# Numbers of rows whose steps are timed at the start, for drafts.
 _TIMED = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -397,7 +396,8 @@ def _check(model: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
             param="base_precision",
         )
     delta = model.plan.delta
-    if delta is not None and dtype.itemsize < 4 and delta[2:4] != _PROVEN_WIDTHS:
+    widths = set() if delta is None else {delta.key_dim, delta.value_dim}
+    if dtype.itemsize < 4 and widths - {_PROVEN_WIDTH}:
         raise UnsupportedModel(
             "on a GPU, gated delta nets whose heads are not 128 wide are served in float32 "
             'alone: use a CPU, or dtype "float32"',

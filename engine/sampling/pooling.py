@@ -104,8 +104,8 @@ def plan_pooled(
     spans: list[_Span] = []
     found: list[npt.NDArray[np.int64]] = []
     for row, start in zip(rows, query_start.tolist(), strict=False):
-        own, sequence = row.pooled, row.sequence
-        if not own or sequence.pooled is None:
+        sequence = row.sequence
+        if sequence.pooled is None or not (own := row.pooled):
             continue
         end = 1 if sequence.pooled.pooling is Pooling.CLS else sequence.num_prompt
         is_last = own.stop == end

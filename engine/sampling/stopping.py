@@ -44,17 +44,12 @@ def check_stop(
     """
     if sequence.pooled is not None:
         return FinishReason.STOP, False
-    most, token_ids = sequence.request.sampling.max_tokens, sequence.token_ids
-    if most == 0:
+    if sequence.request.sampling.max_tokens == 0:
         return FinishReason.LENGTH, False  # the token was not asked for
-    token_id = token_ids[-1]
+    token_id = sequence.token_ids[-1]
     is_end = token_id in sequence.stop_ids
     if matcher is not None and matcher.accept(token_id):
         return FinishReason.STOP, not (is_end or token_id == matcher.eos_token_id)
     if is_end:
         return FinishReason.STOP, False
-    # As `is_full`, which is a call more for every token.
-    count = len(token_ids)
-    if count >= context_limit or (most is not None and count - sequence.num_prompt >= most):
-        return FinishReason.LENGTH, True
-    return None, True
+    return (FinishReason.LENGTH if is_full(sequence, context_limit) else None), True
