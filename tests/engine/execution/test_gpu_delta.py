@@ -19,6 +19,7 @@ from engine.errors import UnsupportedModel
 from engine.execution.gpu_runner import Tokens
 from engine.model.config import ModelConfig
 from engine.sampling.sampler import Sampled
+from engine.stats import PreemptionCause
 from tests.engine.conftest import SMALL, prompt, request, run, save_adapter
 from tests.engine.model.families import save_family, targets
 from tests.engine.model.test_families import MakeOracle, check, make_engine, make_oracle
@@ -106,6 +107,7 @@ def test_a_state_that_followed_from_a_wrong_guess_is_computed_again(
     engine = make_gpu_engine(base)
     got = run(engine, *requests, check=True)
     assert any(wrong)
+    assert engine.stats().preemptions[PreemptionCause.GUESS] > 0
     assert {n: r.token_ids for n, r in got.items()} == {n: r.token_ids for n, r in wanted.items()}
     engine.close()
 
